@@ -1,0 +1,1 @@
+"""Benchmarks: fly-jax bench ..."""

@@ -1,0 +1,1 @@
+"""Decoding loops around fly_verify: model, drafters, generate."""

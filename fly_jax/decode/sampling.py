@@ -1,0 +1,43 @@
+"""Drawing draft tokens: the draft's processed distribution, and a token from it."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from fly_jax.emission import inverse_cdf
+from fly_jax.inputs import check_logits, check_sampling_params
+from fly_jax.noise import draft_keys, request_keys, verify_noise
+from fly_jax.processing import is_greedy
+from fly_jax.scoring import score_rows
+
+
+def draft_token(
+    logits: Any, key: Array, *, temperature: Any, top_k: Any = None, top_p: Any = None, min_p: Any = None
+) -> tuple[Array, Array]:
+    """Draws one draft token a request, and gives the distribution it was drawn from.
+
+    The key is folded with a tag of its own, so that the same request keys may be passed to `fly_verify`.
+
+    Args:
+      logits: `[B, V]` float32, bfloat16 or float16.
+      key: one key, folded with the request's index, or `[B]` keys; fold the step and the position in before.
+      temperature: `[B]` float32 or a scalar; below 1e-5 the token is the argmax.
+      top_k: `[B]` int32 or a scalar; 0 is off.
+      top_p: `[B]` float32 or a scalar; 1 is off.
+      min_p: `[B]` float32 or a scalar; 0 is off.
+
+    Returns:
+      Token ids `[B]` int32, and `[B, V]` float32 processed probabilities (of a greedy request: at temperature 1), as
+      `fly_verify` takes them for `draft_probs`.
+    """
+    logits = check_logits("logits", logits, ("B", "V"))
+    num_requests = logits.shape[0]
+    params = check_sampling_params(temperature, top_k, top_p, min_p, num_requests)
+    assert params.temperature is not None
+    keys = draft_keys(request_keys(key, num_requests))
+    target = score_rows(logits, params)
+    probs = target.probabilities(jnp.arange(num_requests, dtype=jnp.int32))
+    sampled, _ = inverse_cdf(probs, verify_noise(keys, 0).final_uniform)
+    greedy = is_greedy(params.temperature) | ~target.valid
+    return jnp.where(greedy, target.statistics.argmax, sampled), probs

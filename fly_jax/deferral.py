@@ -1,0 +1,101 @@
+"""Stage 3: which native rejections are deferred, that is, which rejected draft tokens are kept."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from fly_jax import kernels, processing
+from fly_jax.acceptance import Acceptance
+from fly_jax.config import DEFAULT_WINDOW_SIZE, FlyConfig
+from fly_jax.inputs import Inputs
+from fly_jax.scoring import TargetScores
+
+
+@dataclasses.dataclass(frozen=True)
+class Deferral:
+    """Which rejections are deferred, past the stop too.
+
+    Attributes:
+      deferred: `[B, K]` bool.
+      entropy: `[B, K]` float32 nats where conditions 1, 2 and 4 of a deferral hold, NaN elsewhere.
+    """
+
+    deferred: Array
+    entropy: Array
+
+
+def defer(inputs: Inputs, target: TargetScores, native: Acceptance, config: FlyConfig | None) -> Deferral:
+    """Sections 2 and 3 of the rule: the entropy gate, looked at only where the window lets a rejection be deferred."""
+    num_requests, num_positions = native.accepted.shape
+    nowhere = Deferral(jnp.zeros_like(native.accepted), jnp.full(native.accepted.shape, jnp.nan, jnp.float32))
+    if config is None or num_positions < 2:
+        return nowhere
+    window_size = config.window_size
+    if window_size is None:
+        window_size = min(DEFAULT_WINDOW_SIZE, num_positions - 1)
+    # Two deferrals of a request are at least W + 1 apart.
+    most_deferrals = num_positions // (window_size + 1)
+    if most_deferrals == 0 or num_requests == 0:
+        return nowhere
+
+    position = jnp.arange(num_positions, dtype=jnp.int32)[None]
+    candidate = (
+        ~native.accepted
+        & native.deferrable
+        & (position + window_size < inputs.num_draft_tokens[:, None])
+        & _window_accepted(native.accepted, window_size)
+    )
+    nth = jnp.cumsum(candidate, axis=1, dtype=jnp.int32) - 1
+    slot = jnp.arange(most_deferrals, dtype=jnp.int32)
+    in_slot = candidate[:, None, :] & (nth[:, None, :] == slot[None, :, None])
+    slot_position = jnp.sum(jnp.where(in_slot, position[:, None, :], 0), axis=2, dtype=jnp.int32)
+    slot_rows = jnp.take_along_axis(inputs.row_index, slot_position, axis=1)
+    slot_entropy = _entropies(target, slot_rows, jnp.any(in_slot, axis=2), config.entropy_top_k)
+    entropy = jnp.take_along_axis(slot_entropy, jnp.clip(nth, 0, most_deferrals - 1), axis=1)
+    entropy = jnp.where(candidate, entropy, jnp.nan)
+    threshold = jnp.broadcast_to(jnp.asarray(config.entropy_threshold, jnp.float32), (num_requests,))
+    return Deferral(candidate & (entropy >= threshold[:, None]), entropy)
+
+
+def _window_accepted(accepted: Array, window_size: int) -> Array:
+    """`[B, K]` bool: the `window_size` positions after each are all inside the array and natively accepted."""
+    num_positions = accepted.shape[1]
+    count = jnp.pad(jnp.cumsum(accepted, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
+    inside = count[:, window_size + 1 :] - count[:, 1 : num_positions - window_size + 1] == window_size
+    return jnp.pad(inside, ((0, 0), (0, window_size)))
+
+
+def _entropies(target: TargetScores, rows: Array, wanted: Array, top_k: int) -> Array:
+    """The entropy of `rows` `[B, R]` where wanted `[B, R]`, NaN elsewhere, one row after the other."""
+
+    def look(row: Array) -> Array:
+        return _entropy(target, row[None], top_k)[0]
+
+    def skip(row: Array) -> Array:
+        # Derived from the row, so that under shard_map both branches vary over the same axes.
+        return row.astype(jnp.float32) * 0.0 + jnp.nan
+
+    entropy = lax.map(lambda slot: lax.cond(slot[1], look, skip, slot[0]), (rows.reshape(-1), wanted.reshape(-1)))
+    return entropy.reshape(rows.shape)
+
+
+def _entropy(target: TargetScores, rows: Array, top_k: int) -> Array:
+    """Section 2: H in nats over the top k of the full softmax, not renormalised; `[R]` float32 for rows `[R]`."""
+    logits = kernels.gather_rows(target.logits, rows)
+    block_max = target.statistics.block_max[rows]
+    values = kernels.top_values(logits, block_max, top_k, vocab_size=target.vocab_size)
+    row_max = target.statistics.max[rows]
+    if target.logsumexp is None or target.divisor is None:
+        logsumexp = kernels.row_logsumexp(
+            logits, jnp.where(jnp.isfinite(row_max), row_max, 0.0), vocab_size=target.vocab_size
+        )
+    else:
+        values = kernels.scale(values, target.divisor[rows])
+        if target.cutoff is not None:
+            values = jnp.where(values >= target.cutoff[rows][:, None], values, -jnp.inf)
+        logsumexp = target.logsumexp[rows]
+    log_probability = values - logsumexp[:, None]
+    p = processing.probability(log_probability)
+    entropy = -jnp.sum(jnp.where(p > 0, p * log_probability, 0.0), axis=1)
+    return jnp.where(jnp.isfinite(row_max), entropy, jnp.nan)

@@ -1,0 +1,63 @@
+"""The target's log-probabilities of the tokens a verification emitted."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from fly_jax.inputs import check_logits, check_sampling_params, check_vocab_size
+from fly_jax.scoring import score_rows
+from fly_jax.verify import Verification
+
+
+def emitted_logprobs(
+    target_logits: Any,
+    verification: Verification,
+    *,
+    temperature: Any = None,
+    top_k: Any = None,
+    top_p: Any = None,
+    min_p: Any = None,
+    vocab_size: Any = None,
+) -> Array:
+    """The target's log-probability of each emitted token, in nats.
+
+    Without sampling parameters it is that of the raw logits (what engines return as `logprobs`); with them, of the
+    processed distribution, in which a token that the masks exclude has -inf.
+
+    Args:
+      target_logits: `[B, K + 1, V]` as given to `fly_verify`.
+      verification: its result.
+      temperature: `[B]` float32 or a scalar; greedy requests are scored unscaled and unmasked.
+      top_k: `[B]` int32 or a scalar.
+      top_p: `[B]` float32 or a scalar.
+      min_p: `[B]` float32 or a scalar.
+      vocab_size: int or traced scalar.
+
+    Returns:
+      `[B, K + 1]` float32; NaN past `num_tokens`, and for a row that is not a distribution.
+
+    Raises:
+      TypeError, ValueError: as `fly_verify`.
+    """
+    shape = jnp.shape(target_logits)
+    if len(shape) != 3 or shape[:2] != verification.token_ids.shape:
+        raise ValueError(
+            f"target_logits must be [B, K + 1, V] with [B, K + 1] = {list(verification.token_ids.shape)}, "
+            f"got {list(shape)}"
+        )
+    num_requests, num_rows, num_columns = shape
+    if num_requests == 0:
+        return jnp.zeros((0, num_rows), jnp.float32)
+    logits = check_logits("target_logits", target_logits, ("B", "K + 1", "V")).reshape(-1, num_columns)
+    # Greedy requests are scored raw, and without parameters all are.
+    params = check_sampling_params(0.0 if temperature is None else temperature, top_k, top_p, min_p, num_requests)
+    params = jax.tree.map(lambda values: jnp.repeat(values, num_rows, total_repeat_length=len(logits)), params)
+    target = score_rows(logits, params, vocab_size=check_vocab_size(vocab_size, num_columns))
+    assert target.logsumexp is not None
+    rows = jnp.arange(len(logits), dtype=jnp.int32).reshape(num_requests, num_rows)
+    emitted = verification.token_ids >= 0
+    scaled = target.scaled(rows, jnp.where(emitted, verification.token_ids, 0))
+    log_probability = jnp.where(target.excludes(rows, scaled), -jnp.inf, scaled - target.logsumexp[rows])
+    return jnp.where(emitted & target.valid[rows], log_probability, jnp.nan)

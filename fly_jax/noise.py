@@ -1,0 +1,163 @@
+"""Randomness of a verification: streams per request, given noise, and vLLM V2's own streams.
+
+Drafting and verifying with the same request key stay independent because their keys are folded with different tags.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+_VERIFY_TAG = 0x464C5956
+_DRAFT_TAG = 0x464C5944
+_ACCEPT, _FINAL = 0, 1
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["uniform", "final_uniform", "gumbel"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class VerifyNoise:
+    """All the randomness of one verification, given explicitly: the result is then a pure function.
+
+    Attributes:
+      uniform: `[B, K]` float32 on (0, 1], compared with the acceptance ratio; a replayed 0 is allowed. float64 is
+        rounded up to float32, which changes no decision because the ratio is a float32.
+      final_uniform: `[B, 2]` float32 on (0, 1]: the block, and the token in it, of the inverse CDF.
+      gumbel: `[B, V]` float32 standard Gumbel noise, instead of `final_uniform`. An exponential race (vLLM V1's
+        `argmax(p / q)`) is the same with `gumbel = -log(q)`.
+    """
+
+    uniform: Any
+    final_uniform: Any = None
+    gumbel: Any = None
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["seed", "position"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class VllmV2Noise:
+    """vLLM 0.33 V2's counter-based streams, from the seed of a request and the positions of its rows.
+
+    Attributes:
+      seed: `[B, 2]` uint32, the low and high words of each request's seed.
+      position: `[B, K + 1, 2]` uint32, the low and high words of each row's position in the sequence.
+    """
+
+    seed: Any
+    position: Any
+
+
+def request_keys(key: Array, num_requests: int) -> Array:
+    """`[B]` typed keys: the given ones, or one key folded with the index of each request.
+
+    Args:
+      key: one key, or one a request; typed (`jax.random.key`) or raw (`jax.random.PRNGKey`, uint32).
+      num_requests: B.
+
+    Raises:
+      ValueError: the shape is neither.
+    """
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        key = jax.random.wrap_key_data(key)
+    if key.ndim == 0:
+        return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(num_requests, dtype=jnp.uint32))
+    if key.shape != (num_requests,):
+        raise ValueError(f"key must be one key or [B] = [{num_requests}] keys, got shape {list(key.shape)}")
+    return key
+
+
+def draft_keys(keys: Array) -> Array:
+    """`[B]` keys for drafting, independent of what `fly_verify` draws from the same `[B]` keys."""
+    return _fold(keys, _DRAFT_TAG)
+
+
+def verify_noise(keys: Array, num_positions: int) -> VerifyNoise:
+    """Draws the noise of `[B]` requests: u at a position depends on the request's key and the position alone."""
+    keys = _fold(keys, _VERIFY_TAG)
+    positions = jnp.arange(num_positions, dtype=jnp.uint32)
+    accept = jax.vmap(lambda key: jax.vmap(jax.random.fold_in, (None, 0))(key, positions))(_fold(keys, _ACCEPT))
+    uniform = jax.vmap(jax.vmap(lambda key: _uniform_open_zero(key, ())))(accept)
+    final_uniform = jax.vmap(lambda key: _uniform_open_zero(key, (2,)))(_fold(keys, _FINAL))
+    return VerifyNoise(uniform, final_uniform)
+
+
+def _uniform_open_zero(key: Array, shape: tuple[int, ...]) -> Array:
+    # Multiples of 2**-23 on (0, 1]; jax.random.uniform is on [0, 1).
+    return 1.0 - jax.random.uniform(key, shape, jnp.float32)
+
+
+def _fold(keys: Array, tag: int) -> Array:
+    return jax.vmap(jax.random.fold_in, (0, None))(keys, jnp.uint32(tag))
+
+
+def philox_uniform(seed: Array, position: Array) -> Array:
+    """vLLM V2's acceptance uniforms: Philox4x32-10 keyed by the seed, counted by the position.
+
+    Args:
+      seed: `[B, 2]` uint32.
+      position: `[B, T, 2]` uint32.
+
+    Returns:
+      `[B, T]` float32 on (0, 1).
+    """
+    key_low, key_high = seed[:, None, 0], seed[:, None, 1]
+    counter = [position[..., 0], position[..., 1], jnp.zeros_like(position[..., 0]), jnp.zeros_like(position[..., 0])]
+    for _ in range(10):
+        high_0, low_0 = _multiply_wide(0xD2511F53, counter[0])
+        high_2, low_2 = _multiply_wide(0xCD9E8D57, counter[2])
+        counter = [high_2 ^ counter[1] ^ key_low, low_2, high_0 ^ counter[3] ^ key_high, low_0]
+        key_low, key_high = key_low + jnp.uint32(0x9E3779B9), key_high + jnp.uint32(0xBB67AE85)
+    word = jax.lax.bitcast_convert_type(counter[0], jnp.int32)
+    word = jnp.where(word < 0, ~word, word)
+    step = np.float32(4.6566127342e-10)
+    return jnp.maximum(word.astype(jnp.float32) * step, step)
+
+
+def murmur_gumbel(seed: Array, position: Array, num_columns: int) -> Array:
+    """vLLM V2's Gumbel noise of one row a request: murmur3 over (seed, position, token id).
+
+    Args:
+      seed: `[B, 2]` uint32.
+      position: `[B, 2]` uint32, of the row that emits.
+      num_columns: V.
+
+    Returns:
+      `[B, V]` float32.
+    """
+    tokens = jnp.arange(num_columns, dtype=jnp.uint32)[None]
+    state = jnp.zeros((seed.shape[0], 1), jnp.uint32)
+    for word in (seed[:, :1], seed[:, 1:], position[:, :1], tokens):
+        word = _rotate_left(word * jnp.uint32(0xCC9E2D51), 15) * jnp.uint32(0x1B873593)
+        state = _rotate_left(state ^ word, 13) * jnp.uint32(5) + jnp.uint32(0xE6546B64)
+    state = state ^ jnp.uint32(16)
+    state = (state ^ (state >> jnp.uint32(16))) * jnp.uint32(0x85EBCA6B)
+    state = (state ^ (state >> jnp.uint32(13))) * jnp.uint32(0xC2B2AE35)
+    state = state ^ (state >> jnp.uint32(16))
+    high = (state >> jnp.uint32(16)).astype(jnp.float32)
+    low = (state & jnp.uint32(0xFFFF)).astype(jnp.float32)
+    w = high * np.float32(2**-16) + (low + 0.5) * np.float32(2**-32)
+    return -jnp.log(-_log_one_minus(w))
+
+
+def _log_one_minus(w: Array) -> Array:
+    # The series is vLLM's own for small w, so that its tokens are replayed.
+    series = jnp.zeros_like(w)
+    for denominator in (8, 7, 6, 5, 4, 3, 2, 1):
+        series = series * w + np.float32(1 / denominator)
+    return jnp.where(w < 0.25, -w * series, jnp.log(jnp.maximum(1.0 - w, np.float32(5.960464477539063e-08))))
+
+
+def _rotate_left(word: Array, bits: int) -> Array:
+    return (word << jnp.uint32(bits)) | (word >> jnp.uint32(32 - bits))
+
+
+def _multiply_wide(constant: int, word: Array) -> tuple[Array, Array]:
+    # 32 x 32 -> 64 bits in 16-bit halves: uint64 would need x64.
+    a_high, a_low = jnp.uint32(constant >> 16), jnp.uint32(constant & 0xFFFF)
+    b_high, b_low = word >> jnp.uint32(16), word & jnp.uint32(0xFFFF)
+    low, middle_1, middle_2 = a_low * b_low, a_high * b_low, a_low * b_high
+    middle = (low >> jnp.uint32(16)) + (middle_1 & jnp.uint32(0xFFFF)) + (middle_2 & jnp.uint32(0xFFFF))
+    high = a_high * b_high + (middle_1 >> jnp.uint32(16)) + (middle_2 >> jnp.uint32(16)) + (middle >> jnp.uint32(16))
+    return high, jnp.uint32(constant) * word

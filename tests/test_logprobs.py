@@ -1,0 +1,57 @@
+import jax
+import numpy as np
+import pytest
+from scipy.special import log_softmax
+
+from fly_jax import emitted_logprobs, fly_verify
+
+
+def setup(temperature=1.0):
+    rng = np.random.default_rng(3)
+    logits = (3 * rng.normal(size=(4, 4, 300))).astype(np.float32)
+    drafts = logits[:, :3].argmax(-1).astype(np.int32)
+    return logits, fly_verify(logits, drafts, temperature=temperature, key=jax.random.key(0), config=None)
+
+
+def expected(logits, verification):
+    ids = np.asarray(verification.token_ids)
+    values = np.take_along_axis(logits, np.maximum(ids, 0)[..., None], -1)[..., 0]
+    return np.where(ids >= 0, values, np.nan)
+
+
+def test_raw_logprobs_are_those_of_the_softmax():
+    logits, verification = setup()
+    result = emitted_logprobs(logits, verification)
+    np.testing.assert_allclose(result, expected(log_softmax(logits.astype(np.float64), -1), verification), atol=1e-5)
+    assert np.isnan(result).sum() == 16 - verification.num_tokens.sum()
+
+
+def test_processed_logprobs_follow_temperature_and_top_k():
+    logits, verification = setup(0.5)
+    scaled = logits.astype(np.float64) / 0.5
+    kept = scaled >= np.sort(scaled, -1)[..., -5][..., None]
+    wanted = expected(log_softmax(np.where(kept, scaled, -np.inf), -1), verification)
+    result = emitted_logprobs(logits, verification, temperature=0.5, top_k=5)
+    np.testing.assert_allclose(result, wanted, atol=1e-5)
+
+
+def test_columns_beyond_the_vocabulary_do_not_count():
+    logits, verification = setup()
+    padded = np.concatenate([logits, np.full((4, 4, 20), 50.0, np.float32)], -1)
+    np.testing.assert_allclose(
+        emitted_logprobs(padded, verification, vocab_size=300), emitted_logprobs(logits, verification), atol=1e-6
+    )
+
+
+def test_a_row_that_is_no_distribution_has_no_logprob():
+    logits, verification = setup()
+    logits[0, 0, 7] = np.nan
+    result = emitted_logprobs(logits, verification)
+    assert np.isnan(result[0, 0])
+    assert not np.isnan(result[1, 0])
+
+
+def test_shapes_must_agree():
+    logits, verification = setup()
+    with pytest.raises(ValueError, match=r"target_logits must be \[B, K \+ 1, V\] .* got \[4, 3, 300\]"):
+        emitted_logprobs(logits[:, :3], verification)

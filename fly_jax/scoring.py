@@ -40,8 +40,8 @@ class TargetScores:
 
     def scaled(self, rows: Array, token_ids: Array) -> Array:
         """Scaled logits of `token_ids` in `rows`, both of one shape and in range; float32."""
-        values = kernels.gather_elements(self.logits, rows, token_ids)
-        return values if self.divisor is None else values / self.divisor[rows]
+        divisor = None if self.divisor is None else self.divisor[rows]
+        return kernels.scale(kernels.gather_elements(self.logits, rows, token_ids), divisor)
 
     def excludes(self, rows: Array, scaled: Array) -> Array:
         """Whether the target excludes a token with this scaled logit: its processed logit is -inf, or NaN."""
@@ -81,7 +81,8 @@ class DraftDistribution:
         values = kernels.gather_elements(self.values, self.row_index, token_ids)
         if self.divisor is None or self.logsumexp is None:
             return values
-        return processing.probability(values / self.divisor[self.row_index] - self.logsumexp[self.row_index])
+        scaled = kernels.scale(values, self.divisor[self.row_index])
+        return processing.probability(scaled - self.logsumexp[self.row_index])
 
     def probabilities(self, position: Array, num_columns: int) -> Array:
         """`[B, num_columns]` float32 q at `position` `[B]` of each request."""
@@ -116,9 +117,9 @@ def score_rows(logits: Array, params: processing.SamplingParams, *, vocab_size: 
     if params.temperature is None:
         return TargetScores(logits, vocab_size, statistics, valid)
     divisor = processing.divisor(params.temperature)
-    usable = valid & jnp.isfinite(statistics.max / divisor)
+    usable = valid & jnp.isfinite(kernels.scale(statistics.max, divisor))
     row_max = jnp.where(usable, statistics.max, 0.0)
-    cutoff = processing.cutoffs(logits, row_max / divisor, divisor, params, vocab_size=vocab_size)
+    cutoff = processing.cutoffs(logits, kernels.scale(row_max, divisor), divisor, params, vocab_size=vocab_size)
     logsumexp = kernels.row_logsumexp(logits, row_max, divisor=divisor, cutoff=cutoff, vocab_size=vocab_size)
     valid = jnp.where(processing.is_greedy(params.temperature), valid, usable)
     return TargetScores(logits, vocab_size, statistics, valid, divisor, cutoff, logsumexp)
@@ -136,7 +137,7 @@ def score_draft(inputs: Inputs) -> DraftDistribution | None:
     temperature = processing.divisor(inputs.draft_temperature)[:, None]
     divisor = _per_row(temperature, draft.row_index, inputs.live[:, :-1], 1.0, draft.values.shape[0])
     row_max = kernels.row_statistics(draft.values, vocab_size=inputs.vocab_size).max
-    row_max = jnp.where(jnp.isfinite(row_max / divisor), row_max, 0.0)
+    row_max = jnp.where(jnp.isfinite(kernels.scale(row_max, divisor)), row_max, 0.0)
     logsumexp = kernels.row_logsumexp(draft.values, row_max, divisor=divisor, vocab_size=inputs.vocab_size)
     one_hot = processing.is_greedy(inputs.draft_temperature)
     return DraftDistribution(draft.values, draft.row_index, one_hot, inputs.vocab_size, divisor, logsumexp)

@@ -131,13 +131,13 @@ def fly_verify(
             raise ValueError(
                 f"{name} must be [B, K, Vd] with B = {num_requests}, K = {num_positions}, got {list(array.shape)}"
             )
-        return array.reshape(-1, array.shape[2])
+        return array.reshape(num_requests * num_positions, array.shape[2])
 
     def rows(length: int) -> Array:
         return jnp.arange(num_requests * length, dtype=jnp.int32).reshape(num_requests, length)
 
     return fly_verify_rows(
-        logits.reshape(-1, logits.shape[2]),
+        logits.reshape(num_requests * (num_positions + 1), logits.shape[2]),
         rows(num_positions + 1),
         draft_token_ids,
         draft_row_index=rows(num_positions),

@@ -75,7 +75,7 @@ def row_logsumexp(
     Returns:
       `[N]` float32; NaN for a row with a NaN.
     """
-    shift = row_max if divisor is None else row_max / divisor
+    shift = scale(row_max, divisor)
     return shift + jnp.log(row_mass(logits, shift, divisor=divisor, cutoff=cutoff, vocab_size=vocab_size))
 
 
@@ -131,8 +131,15 @@ def gather_elements(values: Array, rows: Array, columns: Array) -> Array:
 
 
 def scale(values: Array, divisor: Array | None) -> Array:
-    """`values` `[N, V]` float32 divided by `[N]` float32; the rule fixes a division, so no reciprocal."""
-    return values if divisor is None else values / divisor[:, None]
+    """`values` float32 divided by `divisor` float32, whose shape is that of the leading axes; None is 1.
+
+    The quotient is the correctly rounded one on every backend, as the rule wants: which logits tie depends on it.
+    """
+    if divisor is None:
+        return values
+    divisor = divisor.reshape(divisor.shape + (1,) * (values.ndim - divisor.ndim))
+    # XLA turns a division by a broadcast into a product with a reciprocal; it cannot see that this is one.
+    return values / jnp.where(jnp.isnan(values), 1.0, divisor)
 
 
 def mask_columns(logits: Array, vocab_size: Array | None) -> Array:

@@ -1,0 +1,148 @@
+"""Row statistics against NumPy: every dtype, divisible and odd V, and the rows that XLA CPU gets wrong by itself."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from fly_jax import kernels, processing
+
+DTYPES = [np.float32, ml_dtypes.bfloat16, np.float16]
+SIZES = [1, 7, 128, 300, 1024]
+
+
+def rows(size, dtype, seed=0):
+    """Plain, tied, mostly -inf, one finite value at the end, nothing, +inf, and zeros of both signs."""
+    rng = np.random.default_rng(seed)
+    values = rng.normal(size=(7, size)).astype(np.float32) * 4
+    values[1] = np.round(values[1] / 4)
+    values[2, rng.random(size) < 0.9] = -np.inf
+    values[3] = np.append(np.full(size - 1, -np.inf), 2.5)
+    values[4] = -np.inf
+    values[5, size // 2] = np.inf
+    values[6] = np.where(rng.random(size) < 0.5, 0.0, -0.0)
+    return values.astype(dtype)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_argmax_and_max(size, dtype):
+    values = rows(size, dtype)
+    result = jax.jit(kernels.row_statistics)(values)
+    exact = values.astype(np.float32)
+    np.testing.assert_array_equal(result.max, exact.max(1))
+    np.testing.assert_array_equal(result.argmax, exact.argmax(1))
+    assert not result.has_nan.any()
+
+
+@pytest.mark.parametrize("size", [300, 50257, 50304, 151936])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_nan_is_found(size, dtype):
+    """XLA CPU's max loses NaN on long rows, of either sign and wherever it stands."""
+    rng = np.random.default_rng(1)
+    values = rng.normal(size=(12, size)).astype(dtype)
+    columns = [0, size - 1, size // 2, 127 % size, *rng.integers(0, size, 6)]
+    for row, column in enumerate(columns):
+        values[row, column] = np.copysign(np.float32(np.nan), -1.0 if row % 2 else 1.0)
+    values[11, 0], values[11, 1] = np.inf, -np.inf
+    result = jax.jit(kernels.row_statistics)(values)
+    assert result.has_nan.tolist() == [True] * 10 + [False] * 2
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab_size", [None, 3])
+def test_logsumexp_under_scale_and_cutoff(size, dtype, vocab_size):
+    values = rows(size, dtype)[:4]
+    exact = values.astype(np.float64)
+    if vocab_size is not None:
+        exact[:, vocab_size:] = -np.inf
+    finite_max = np.where(np.isfinite(exact.max(1)), exact.max(1), 0)
+    divisor = np.array([0.5, 1.0, 2.0, 7.0], np.float32)
+    cutoff = (finite_max / divisor - 1.5).astype(np.float32)
+    scaled = (exact / divisor[:, None]).astype(np.float32)
+    kept = np.where(scaled >= cutoff[:, None], scaled.astype(np.float64), -np.inf)
+    result = jax.jit(kernels.row_logsumexp)(
+        values,
+        finite_max.astype(np.float32),
+        divisor=divisor,
+        cutoff=cutoff,
+        vocab_size=None if vocab_size is None else np.int32(vocab_size),
+    )
+    with np.errstate(divide="ignore"):
+        expected = np.log(np.exp(kept).sum(1))
+    np.testing.assert_allclose(result, expected, atol=2e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("k", [1, 3, 200])
+def test_top_values(size, k):
+    values = rows(size, np.float32)
+    statistics = kernels.row_statistics(values)
+    result = jax.jit(kernels.top_values, static_argnums=2)(jnp.asarray(values), statistics.block_max, k)
+    np.testing.assert_array_equal(result, -np.sort(-values, axis=1)[:, :k])
+
+
+def test_columns_beyond_the_vocabulary_do_not_count():
+    values = rows(300, np.float32)
+    values[:, 131:] = 99.0
+    values[0, 200] = np.nan
+    result = jax.jit(kernels.row_statistics)(values, vocab_size=np.int32(131))
+    np.testing.assert_array_equal(result.argmax, values[:, :131].argmax(1))
+    assert not result.has_nan.any()
+    top = kernels.top_values(jnp.asarray(values[1:]), result.block_max[1:], 4, vocab_size=jnp.int32(131))
+    np.testing.assert_array_equal(top, -np.sort(-values[1:, :131], axis=1)[:, :4])
+
+
+@pytest.mark.parametrize("divisors", [np.linspace(0.1, 3, 64, dtype=np.float32), np.full(64, 0.7, np.float32)])
+def test_scaling_is_a_division(divisors):
+    """XLA would multiply by the reciprocal, which differs in the last place for a quarter of all quotients."""
+    values = np.random.default_rng(0).normal(size=(64, 1000)).astype(np.float32)
+    values[0, 0] = np.nan
+    result = jax.jit(lambda values: kernels.scale(values, jnp.asarray(divisors)))(values)
+    np.testing.assert_array_equal(result, values / divisors[:, None])
+    first = jax.jit(lambda values: kernels.scale(values[:, 0], jnp.full(64, 0.7, jnp.float32)))(values)
+    np.testing.assert_array_equal(first, values[:, 0] / np.float32(0.7))
+
+
+def nucleus(probabilities, top_p):
+    """The smallest kept probability: keep while the mass strictly above is below top_p."""
+    return min(p for p in probabilities if probabilities[probabilities > p].sum() < top_p * probabilities.sum())
+
+
+@pytest.mark.parametrize("size", [1, 7, 300])
+@pytest.mark.parametrize("seed", range(3))
+def test_cutoffs_in_their_order(size, seed):
+    rng = np.random.default_rng(seed)
+    values = np.round(rng.normal(size=(4, size)) * 3, 1).astype(np.float32)
+    temperature = np.array([0.7, 1.0, 3.0, 0.0], np.float32)
+    top_k, top_p, min_p = rng.integers(1, 40, 4), rng.uniform(0.3, 0.95, 4), rng.uniform(0.001, 0.2, 4)
+    params = processing.SamplingParams(
+        jnp.asarray(temperature),
+        jnp.asarray(top_k, jnp.int32),
+        jnp.asarray(top_p, jnp.float32),
+        jnp.asarray(min_p, jnp.float32),
+    )
+    divisor = processing.divisor(params.temperature)
+    row_max = jnp.max(values, axis=1) / divisor
+    result = np.asarray(jax.jit(processing.cutoffs)(values, row_max, divisor, params))
+    for row in range(3):
+        scaled = values[row] / temperature[row]
+        kept = np.sort(scaled)[::-1].astype(np.float64)
+        kept = kept[kept >= kept[0] + np.log(min_p[row])]
+        kept = kept[kept >= kept[min(top_k[row], len(kept)) - 1]]
+        p = np.exp(kept - kept[0])
+        kept = kept[p >= nucleus(p, top_p[row])]
+        assert ((scaled >= result[row]) == np.isin(scaled, kept.astype(np.float32))).all()
+    assert result[3] == -np.inf
+
+
+@pytest.mark.parametrize("spread", [0.0, 1e-30, 1.0, 3e38])
+def test_the_search_is_exact_over_all_floats(spread):
+    """Top-k of values around zero, denormal distances, and the whole range."""
+    values = (np.array([[-1.0, -0.5, 0.0, 0.25, 1.0]]) * spread).astype(np.float32)
+    for k in range(1, 5):
+        params = processing.SamplingParams(jnp.ones(1), jnp.full(1, k, jnp.int32))
+        cutoff = processing.cutoffs(jnp.asarray(values), jnp.asarray(values.max(1)), jnp.ones(1), params)
+        assert (values >= np.asarray(cutoff)).sum() == (5 if spread == 0 else k)

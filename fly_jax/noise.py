@@ -14,7 +14,6 @@ from jax import Array
 
 _VERIFY_TAG = 0x464C5956
 _DRAFT_TAG = 0x464C5944
-_ACCEPT, _FINAL = 0, 1
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["uniform", "final_uniform", "gumbel"], meta_fields=[])
@@ -75,17 +74,12 @@ def draft_keys(keys: Array) -> Array:
 
 def verify_noise(keys: Array, num_positions: int) -> VerifyNoise:
     """Draws the noise of `[B]` requests: u at a position depends on the request's key and the position alone."""
-    keys = _fold(keys, _VERIFY_TAG)
-    positions = jnp.arange(num_positions, dtype=jnp.uint32)
-    accept = jax.vmap(lambda key: jax.vmap(jax.random.fold_in, (None, 0))(key, positions))(_fold(keys, _ACCEPT))
-    uniform = jax.vmap(jax.vmap(lambda key: _uniform_open_zero(key, ())))(accept)
-    final_uniform = jax.vmap(lambda key: _uniform_open_zero(key, (2,)))(_fold(keys, _FINAL))
-    return VerifyNoise(uniform, final_uniform)
-
-
-def _uniform_open_zero(key: Array, shape: tuple[int, ...]) -> Array:
+    streams = jnp.arange(num_positions + 1, dtype=jnp.uint32)
+    keys = jax.vmap(lambda key: jax.vmap(jax.random.fold_in, (None, 0))(key, streams))(_fold(keys, _VERIFY_TAG))
     # Multiples of 2**-23 on (0, 1]; jax.random.uniform is on [0, 1).
-    return 1.0 - jax.random.uniform(key, shape, jnp.float32)
+    uniform = 1.0 - jax.vmap(jax.vmap(lambda key: jax.random.uniform(key, (2,), jnp.float32)))(keys)
+    # Stream 0 is for the token after the accepted prefix, so that a longer K leaves the others alone.
+    return VerifyNoise(uniform[:, 1:, 0], final_uniform=uniform[:, 0])
 
 
 def _fold(keys: Array, tag: int) -> Array:

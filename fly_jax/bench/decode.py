@@ -1,0 +1,218 @@
+"""`fly-jax bench decode`: decoding steps against their floors, as ratios of one interleaved run.
+
+A machine's speed drifts by more than the differences of interest, so every ratio is taken within a round in which both
+sides ran one after the other, and medians and quartiles are over rounds.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.table import Table
+
+from fly_jax.config import FlyConfig
+from fly_jax.decode.checkpoint import LoadedModel
+from fly_jax.decode.drafters import PromptLookup, SamplingParams, empty_cache
+from fly_jax.decode.errors import ModelError
+from fly_jax.decode.generate import DecodeState, Generator
+from fly_jax.decode.model import Decoder, KVCache
+from fly_jax.decode.prompts import BUILTIN_PROMPTS
+
+NUM_DRAFT_TOKENS = 8
+"""K of the step and cycle ratios."""
+
+PROMPT_NUM_DRAFT_TOKENS = 16
+"""K of the comparison on the built-in prompts: the default of `fly-jax generate`."""
+
+MAX_MODEL_LEN = 320
+MAX_TOKENS = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Ratio:
+    """One ratio, measured once a round.
+
+    Attributes:
+      name: what is divided by what.
+      definition: how each side is measured.
+      goal: what it should reach.
+      at_most: whether smaller is better.
+      values: one a round.
+    """
+
+    name: str
+    definition: str
+    goal: float
+    at_most: bool
+    values: tuple[float, ...]
+
+    @property
+    def quartiles(self) -> tuple[float, float, float]:
+        """Lower quartile, median, upper quartile over rounds."""
+        lower, median, upper = np.quantile(self.values, [0.25, 0.5, 0.75]).tolist()
+        return lower, median, upper
+
+    @property
+    def is_met(self) -> bool:
+        """Whether the median is within the goal."""
+        median = self.quartiles[1]
+        return median <= self.goal if self.at_most else median >= self.goal
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeBench:
+    """The ratios, and the median milliseconds of what they are made of."""
+
+    ratios: tuple[Ratio, ...]
+    milliseconds: dict[str, float]
+
+    def fields(self) -> dict[str, Any]:
+        """Everything, ready for `json.dumps`."""
+        ratios = [
+            {**dataclasses.asdict(each), "quartiles": list(each.quartiles), "is_met": each.is_met}
+            for each in self.ratios
+        ]
+        return {"ratios": ratios, "milliseconds": self.milliseconds}
+
+
+def measure(loaded: LoadedModel, *, rounds: int, progress: Callable[[str, float], None]) -> DecodeBench:
+    """Measures everything.
+
+    Args:
+      loaded: the model; its weights must be float32, because a floor in another precision is another floor.
+      rounds: of the steps; the built-in prompts are decoded in a fifth as many, at least once.
+      progress: called with what is being done and the fraction done.
+
+    Raises:
+      ModelError: the weights are not float32, or the model's context is shorter than the benchmark's.
+    """
+    if loaded.decoder.embedding[...].dtype != jnp.float32:
+        raise ModelError("The floor of this benchmark is reading float32 weights: load the model in float32.")
+    seconds = _measure_steps(loaded.decoder, _encode(loaded)[0], rounds, progress)
+    floor, one, many, cycle = (np.asarray(seconds[name]) for name in ("floor", "one", "many", "cycle"))
+    prompts = _measure_prompts(loaded, max(1, rounds // 5), progress)
+    tokens = NUM_DRAFT_TOKENS + 1
+    ratios = (
+        _ratio(
+            "one-token step / floor",
+            "the model alone, jitted, 1 token; the floor is one jitted sum over the rows of every weight array: "
+            "reading the float32 weights once",
+            1.5,
+            one / floor,
+        ),
+        _ratio(
+            f"{tokens}-token step / one-token step",
+            f"the model alone, jitted, {tokens} tokens and 1 token",
+            1.8,
+            many / one,
+        ),
+        _ratio(
+            "(cycle - step) / cycle",
+            f"cycle: model, fly_verify, n-gram lookup, result on the host; step: the model alone, both {tokens} tokens",
+            0.04,
+            (cycle - many) / cycle,
+        ),
+        _ratio(
+            "standard n-gram / target-only",
+            f"tokens/s of decoding the built-in prompts, greedy, K = {PROMPT_NUM_DRAFT_TOKENS}, same texts",
+            2.0,
+            np.asarray(prompts),
+            at_most=False,
+        ),
+    )
+    return DecodeBench(ratios, {name: float(np.median(each)) * 1e3 for name, each in seconds.items()})
+
+
+def bench_table(result: DecodeBench) -> Table:
+    """The ratios with their goals and definitions."""
+    steps = ", ".join(f"{name} {value:.2f} ms" for name, value in result.milliseconds.items())
+    table = Table(title="bench decode", title_justify="left", caption=f"medians: {steps}", caption_justify="left")
+    for name in ("ratio", "median", "quartiles", "goal", "definition"):
+        table.add_column(name, no_wrap=name in ("median", "quartiles", "goal"))
+    for each in result.ratios:
+        lower, median, upper = each.quartiles
+        goal = f"{'<=' if each.at_most else '>='} {each.goal:g} {'met' if each.is_met else 'MISSED'}"
+        table.add_row(each.name, f"{median:.3f}", f"{lower:.3f}-{upper:.3f}", goal, each.definition, end_section=True)
+    return table
+
+
+def _ratio(name: str, definition: str, goal: float, values: np.ndarray, *, at_most: bool = True) -> Ratio:
+    return Ratio(name, definition, goal, at_most, tuple(values.tolist()))
+
+
+def _encode(loaded: LoadedModel) -> list[list[int]]:
+    codec = loaded.tokenizer
+    texts = [prompt.text for prompt in BUILTIN_PROMPTS]
+    if codec.chat_template is not None:
+        texts = [codec.apply_chat_template([{"role": "user", "content": text}]) for text in texts]
+    return [codec.encode(text) for text in texts]
+
+
+def _measure_steps(
+    decoder: Decoder, prompt_token_ids: Sequence[int], rounds: int, progress: Callable[[str, float], None]
+) -> dict[str, list[float]]:
+    """Seconds a round of each step."""
+    weights, structure = jax.tree.flatten(decoder)
+
+    def run_model(weights: list[jax.Array], cache: KVCache, token_ids: jax.Array) -> tuple[jax.Array, KVCache]:
+        logits, cache = jax.tree.unflatten(structure, weights)(token_ids, cache)
+        return logits, cache
+
+    model = jax.jit(run_model, donate_argnums=1)
+    floor = jax.jit(lambda weights: [jnp.sum(each, -1) for each in weights])
+    cache = empty_cache(decoder, 1, MAX_MODEL_LEN).advance(jnp.int32([len(prompt_token_ids)]))
+    generator = Generator(decoder, drafter=PromptLookup(NUM_DRAFT_TOKENS), max_model_len=MAX_MODEL_LEN)
+    state = _started(generator, prompt_token_ids)
+    seconds: dict[str, list[float]] = {"floor": [], "one": [], "many": [], "cycle": []}
+    warm_up = 2
+    for i in range(warm_up + rounds):
+        progress("measure steps", i / (warm_up + rounds))
+        timed = {}
+        start = time.perf_counter()
+        jax.block_until_ready(floor(weights))
+        timed["floor"] = time.perf_counter() - start
+        for name, num_tokens in (("one", 1), ("many", NUM_DRAFT_TOKENS + 1)):
+            token_ids = jnp.ones((1, num_tokens), jnp.int32)
+            start = time.perf_counter()
+            _, cache = jax.block_until_ready(model(weights, cache, token_ids))
+            timed[name] = time.perf_counter() - start
+        start = time.perf_counter()
+        state, _ = generator.step(state, SamplingParams(), FlyConfig(), speculate=True)
+        timed["cycle"] = time.perf_counter() - start
+        if int(state.length[0]) + NUM_DRAFT_TOKENS + 1 > MAX_MODEL_LEN:
+            state = _started(generator, prompt_token_ids)
+        if i >= warm_up:
+            for name, value in timed.items():
+                seconds[name].append(value)
+    return seconds
+
+
+def _started(generator: Generator, prompt_token_ids: Sequence[int]) -> DecodeState:
+    state = generator.start(prompt_token_ids, MAX_MODEL_LEN, SamplingParams(), seed=0)
+    state, _ = generator.step(state, SamplingParams(), None, speculate=False)
+    return state
+
+
+def _measure_prompts(loaded: LoadedModel, rounds: int, progress: Callable[[str, float], None]) -> list[float]:
+    """Standard n-gram decoding's tokens/s over target-only's, all prompts together, once a round."""
+    prompts = _encode(loaded)
+    target_only = Generator(loaded.decoder, max_model_len=MAX_MODEL_LEN)
+    standard = Generator(loaded.decoder, drafter=PromptLookup(PROMPT_NUM_DRAFT_TOKENS), max_model_len=MAX_MODEL_LEN)
+    target_only.warm_up()
+    standard.warm_up()
+    ratios = []
+    for i in range(rounds):
+        seconds, tokens = {target_only: 0.0, standard: 0.0}, {target_only: 0, standard: 0}
+        for j, prompt in enumerate(prompts):
+            progress("measure prompts", (i * len(prompts) + j) / (rounds * len(prompts)))
+            for generator in (target_only, standard):
+                result = generator.generate(prompt, max_tokens=MAX_TOKENS, eos_token_ids=loaded.tokenizer.eos_token_ids)
+                seconds[generator] += result.decode_seconds
+                tokens[generator] += len(result.token_ids)
+        speeds = {each: tokens[each] / seconds[each] for each in seconds}
+        ratios.append(speeds[standard] / speeds[target_only])
+    return ratios

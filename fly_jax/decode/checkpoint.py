@@ -1,0 +1,87 @@
+"""Loading a model: a GGUF file or a Hugging Face folder -> decoder, tokenizer and config."""
+
+import dataclasses
+from pathlib import Path
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from fly_jax.decode.decoder_config import DecoderConfig
+from fly_jax.decode.errors import ModelError
+from fly_jax.decode.gguf_checkpoint import config_from_gguf, metadata, open_gguf, tensors_from_gguf
+from fly_jax.decode.gguf_tokenizer import codec_from_gguf
+from fly_jax.decode.hf_checkpoint import read_json, tensors_from_folder
+from fly_jax.decode.hf_tokenizer import codec_from_folder
+from fly_jax.decode.model import Decoder
+from fly_jax.decode.text import TextCodec
+from fly_jax.decode.weights import CheckpointTensors, Progress, assemble_weights
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedModel:
+    """A decoder with what belongs to it.
+
+    Attributes:
+        decoder: the model, its weights in memory.
+        tokenizer: text to token ids and back, with the chat template.
+        config: sizes and switches; the same object as `decoder.config`.
+        name: the model's own name, or the file's or folder's.
+    """
+
+    decoder: Decoder
+    tokenizer: TextCodec
+    config: DecoderConfig
+    name: str
+
+
+def load_model(path: str | Path, *, dtype: DTypeLike = jnp.float32, progress: Progress | None = None) -> LoadedModel:
+    """Loads a Llama, Qwen2 or Qwen3 model.
+
+    Args:
+        path: a `.gguf` file, or a folder with `config.json`, `model.safetensors` (or shards and their index) and
+            `tokenizer.json`.
+        dtype: of the matrices in memory, float32 or bfloat16; checkpoints in any other precision are converted.
+        progress: called with what is being done and the fraction of it that is done.
+
+    Raises:
+        ModelError: when the model cannot be read in full and exactly.
+    """
+    if jnp.dtype(dtype) not in (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)):
+        raise ModelError(f"dtype must be float32 or bfloat16, got {jnp.dtype(dtype).name}.")
+    path = Path(path)
+    if path.is_dir():
+        return _load_folder(path, dtype, progress)
+    if path.suffix != ".gguf":
+        raise ModelError(f"{path} is neither a .gguf file nor a folder: pass a .gguf file or a Hugging Face folder.")
+    return _load_gguf(path, dtype, progress)
+
+
+def _load_gguf(path: Path, dtype: DTypeLike, progress: Progress | None) -> LoadedModel:
+    reader = open_gguf(path)
+    fields = metadata(reader)
+    config = config_from_gguf(fields, reader, path)
+    tokenizer = codec_from_gguf(fields, path)
+    tensors = tensors_from_gguf(reader, config, path)
+    return _build(config, tokenizer, tensors, str(fields.get("general.name", path.stem)), dtype, progress)
+
+
+def _load_folder(path: Path, dtype: DTypeLike, progress: Progress | None) -> LoadedModel:
+    config = DecoderConfig.from_hf(read_json(path / "config.json"))
+    return _build(config, codec_from_folder(path), tensors_from_folder(path), path.resolve().name, dtype, progress)
+
+
+def _build(
+    config: DecoderConfig,
+    tokenizer: TextCodec,
+    tensors: CheckpointTensors,
+    name: str,
+    dtype: DTypeLike,
+    progress: Progress | None,
+) -> LoadedModel:
+    if tokenizer.vocab_size > config.vocab_size:
+        raise ModelError(
+            f"{tensors.source}: the tokenizer has {tokenizer.vocab_size} tokens but the model {config.vocab_size}: "
+            "they are not of one model."
+        )
+    decoder = Decoder(config, assemble_weights(config, tensors, dtype, progress))
+    return LoadedModel(decoder, tokenizer, config, name)

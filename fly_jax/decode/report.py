@@ -1,0 +1,277 @@
+"""What a comparison of decoding modes looks like: side by side on a terminal, and as one JSON document."""
+
+import contextlib
+import dataclasses
+import difflib
+import platform
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import metadata
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from fly_jax.decode.generate import Generation
+from fly_jax.metrics import AcceptanceCounts
+
+MODES = ("target-only", "standard", "fly")
+"""In the order in which they are run and shown."""
+
+DEFERRED_STYLE = "bold black on yellow"
+LEGEND = (
+    "«token» was kept by a deferral: the target would have chosen another one. "
+    "differ: tokens to change to get target-only's text. tokens/s: of decoding, without prefill and compilation."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptRun:
+    """One prompt decoded in several modes.
+
+    Attributes:
+      name: a short label.
+      prompt: the text given to the model.
+      num_prompt_tokens: its length.
+      generations: by mode; fewer than `MODES` after an interrupt.
+      pieces: by mode, the text of each token.
+    """
+
+    name: str
+    prompt: str
+    num_prompt_tokens: int
+    generations: Mapping[str, Generation]
+    pieces: Mapping[str, Sequence[str]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Figures:
+    """What is measured of one mode, over any number of generations.
+
+    Attributes:
+      num_tokens: emitted.
+      num_cycles: target steps after prefill.
+      prefill_seconds: total.
+      decode_seconds: total.
+      num_differing: tokens to insert, delete or replace to get target-only's texts; None when these are not known.
+      num_deferred: tokens kept by a deferral.
+      counts: of the verified drafts, also past the end of a text.
+    """
+
+    num_tokens: int
+    num_cycles: int
+    prefill_seconds: float
+    decode_seconds: float
+    num_differing: int | None
+    num_deferred: int
+    counts: AcceptanceCounts
+
+    @property
+    def total_seconds(self) -> float:
+        """Prefill and decoding."""
+        return self.prefill_seconds + self.decode_seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of decoding."""
+        return self.num_tokens / self.decode_seconds if self.decode_seconds else 0.0
+
+    @property
+    def tokens_per_cycle(self) -> float:
+        """Emitted tokens a target step."""
+        return self.num_tokens / self.num_cycles if self.num_cycles else 0.0
+
+
+def figures(run: PromptRun, mode: str) -> Figures:
+    """The figures of one text."""
+    generation, reference = run.generations[mode], run.generations.get(MODES[0])
+    differing = None if reference is None else num_differing(generation.token_ids, reference.token_ids)
+    return Figures(
+        len(generation.token_ids),
+        generation.num_cycles,
+        generation.prefill_seconds,
+        generation.decode_seconds,
+        differing,
+        sum(generation.deferred),
+        generation.counts,
+    )
+
+
+def totals(runs: Sequence[PromptRun]) -> dict[str, Figures]:
+    """The figures of each mode over all prompts that were decoded in every mode."""
+    complete = [run for run in runs if all(mode in run.generations for mode in MODES)]
+    result = {}
+    for mode in MODES if complete else ():
+        parts = [figures(run, mode) for run in complete]
+        counts = parts[0].counts
+        for part in parts[1:]:
+            counts = counts + part.counts
+        result[mode] = Figures(
+            sum(part.num_tokens for part in parts),
+            sum(part.num_cycles for part in parts),
+            sum(part.prefill_seconds for part in parts),
+            sum(part.decode_seconds for part in parts),
+            sum(part.num_differing or 0 for part in parts),
+            sum(part.num_deferred for part in parts),
+            counts,
+        )
+    return result
+
+
+def num_differing(token_ids: Sequence[int], reference: Sequence[int]) -> int:
+    """How many tokens to insert, delete or replace to turn one text into the other."""
+    matcher = difflib.SequenceMatcher(None, list(token_ids), list(reference), autojunk=False)
+    return sum(max(i2 - i1, j2 - j1) for tag, i1, i2, j1, j2 in matcher.get_opcodes() if tag != "equal")
+
+
+def token_pieces(decode: Callable[[Sequence[int]], str], token_ids: Sequence[int]) -> list[str]:
+    """The text of each token; where several make up one character, the last of them has it."""
+    pieces, done = [], 0
+    for i in range(len(token_ids)):
+        text = decode(token_ids[: i + 1])
+        incomplete = text.endswith("\N{REPLACEMENT CHARACTER}") and i + 1 < len(token_ids)
+        pieces.append("" if incomplete else text[done:])
+        done = done if incomplete else len(text)
+    return pieces
+
+
+def marked_text(pieces: Sequence[str], deferred: Sequence[bool]) -> Text:
+    """The text with deferred tokens marked, in colour and with a sign."""
+    text = Text()
+    for piece, is_deferred in zip(pieces, deferred, strict=True):
+        if is_deferred:
+            space = piece[: len(piece) - len(piece.lstrip())]
+            text.append(space).append(f"«{piece.lstrip()}»", DEFERRED_STYLE)
+        else:
+            text.append(piece)
+    return text
+
+
+def prompt_table(run: PromptRun) -> Table:
+    """One prompt's texts side by side, their figures below."""
+    table = _table(f"{run.name} ({run.num_prompt_tokens} prompt tokens)", list(run.generations))
+    texts = [marked_text(run.pieces[mode], each.deferred) for mode, each in run.generations.items()]
+    table.add_row("", *texts, end_section=True)
+    _add_figures(table, [figures(run, mode) for mode in run.generations])
+    return table
+
+
+def totals_table(runs: Sequence[PromptRun]) -> Table | None:
+    """The figures over all prompts; None when none was finished in every mode."""
+    by_mode = totals(runs)
+    if not by_mode:
+        return None
+    table = _table("all prompts", list(by_mode))
+    _add_figures(table, list(by_mode.values()))
+    base = by_mode[MODES[0]]
+    rows = list(by_mode.values())
+    table.add_row("tokens/s ratio", *(_ratio(each.tokens_per_second, base.tokens_per_second) for each in rows))
+    table.add_row("total time ratio", *(_ratio(each.total_seconds, base.total_seconds) for each in rows))
+    return table
+
+
+def document(runs: Sequence[PromptRun], *, config: Mapping[str, Any], interrupted: bool) -> dict[str, Any]:
+    """Everything measured, with versions and settings, ready for `json.dumps`."""
+    return {
+        "versions": versions(),
+        "config": dict(config),
+        "interrupted": interrupted,
+        "lossy_modes": ["fly"],
+        "prompts": [
+            {
+                "name": run.name,
+                "prompt": run.prompt,
+                "num_prompt_tokens": run.num_prompt_tokens,
+                "results": {mode: _result(run, mode) for mode in run.generations},
+            }
+            for run in runs
+        ],
+        "totals": {mode: _figures_fields(each) for mode, each in totals(runs).items()},
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of what the figures depend on."""
+    packages = ("fly-jax", "jax", "jaxlib", "flax", "numpy")
+    device = jax.devices()[0]
+    return {
+        "python": platform.python_version(),
+        "platform": f"{device.platform} ({device.device_kind})",
+        **{name: metadata.version(name) for name in packages},
+    }
+
+
+@contextlib.contextmanager
+def progress_bars(console: Console) -> Iterator[Callable[[str, float], None]]:
+    """A function of a label and the fraction done, which draws a bar for each label; without a terminal, a line."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    tasks: dict[str, Any] = {}
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+
+        def report(label: str, fraction: float) -> None:
+            if label not in tasks:
+                tasks[label] = progress.add_task(label, total=1.0)
+                if not console.is_terminal:
+                    console.print(label, style="dim", highlight=False)
+            progress.update(tasks[label], completed=fraction)
+
+        yield report
+
+
+def _table(title: str, columns: Sequence[str]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", expand=True)
+    table.add_column("", no_wrap=True)
+    for name in columns:
+        table.add_column(name, ratio=1, overflow="fold")
+    return table
+
+
+def _add_figures(table: Table, rows: Sequence[Figures]) -> None:
+    def add(name: str, value: Callable[[Figures], str]) -> None:
+        table.add_row(name, *(value(each) for each in rows))
+
+    add("tokens", lambda each: str(each.num_tokens))
+    add("tokens/s", lambda each: f"{each.tokens_per_second:.1f}")
+    add("total time", lambda each: f"{each.total_seconds:.2f} s ({each.decode_seconds:.2f} s decoding)")
+    add("tokens/cycle", lambda each: f"{each.tokens_per_cycle:.2f}")
+    add("deferred", lambda each: str(each.num_deferred))
+    add("differ", lambda each: "-" if each.num_differing is None else str(each.num_differing))
+
+
+def _ratio(value: float, base: float) -> str:
+    return f"{value / base:.2f}x" if base else "-"
+
+
+def _result(run: PromptRun, mode: str) -> dict[str, Any]:
+    generation = run.generations[mode]
+    return {
+        "text": "".join(run.pieces[mode]),
+        "token_ids": list(generation.token_ids),
+        "deferred": list(generation.deferred),
+        "finish_reason": generation.finish_reason,
+        **_figures_fields(figures(run, mode)),
+    }
+
+
+def _figures_fields(each: Figures) -> dict[str, Any]:
+    counts = each.counts
+    return {
+        "num_tokens": each.num_tokens,
+        "num_cycles": each.num_cycles,
+        "prefill_seconds": each.prefill_seconds,
+        "decode_seconds": each.decode_seconds,
+        "total_seconds": each.total_seconds,
+        "tokens_per_second": each.tokens_per_second,
+        "tokens_per_cycle": each.tokens_per_cycle,
+        "num_differing": each.num_differing,
+        "num_drafts": int(counts.num_drafts),
+        "num_draft_tokens": int(counts.num_draft_tokens),
+        "num_accepted": int(counts.num_accepted),
+        "num_deferred": each.num_deferred,
+        "mean_acceptance_length": float(counts.mean_acceptance_length()),
+        "acceptance_rate": float(counts.acceptance_rate()),
+        "acceptance_rate_per_position": [float(rate) for rate in counts.acceptance_rate_per_position()],
+        "deferral_rate": float(counts.deferral_rate()),
+    }

@@ -1,0 +1,124 @@
+"""Text to token ids and back, and chat messages to text."""
+
+import dataclasses
+import datetime
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+import tokenizers
+
+from fly_jax.decode.errors import ModelError
+
+# Chat models end a turn with these, whatever their files call the end of a text.
+END_OF_TURN_TOKENS = ("<|im_end|>", "<|eot_id|>")
+
+
+@dataclasses.dataclass(frozen=True)
+class TextCodec:
+    """A model's tokenizer and chat template.
+
+    Attributes:
+        tokenizer: of the `tokenizers` package.
+        eos_token_ids: the tokens that end a generation.
+        chat_template: Jinja source, or None for a model that is not for chat.
+        special_tokens: what templates may refer to: "bos_token", "eos_token" and the like -> their text.
+    """
+
+    tokenizer: tokenizers.Tokenizer
+    eos_token_ids: frozenset[int]
+    chat_template: str | None = None
+    special_tokens: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest token id."""
+        return max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text. Special tokens written out in it are parsed as such.
+
+        A model that begins its texts with a token gets it, once: not again where the text already starts with it, as
+        the text of a chat template does.
+        """
+        token_ids = list(self.tokenizer.encode(text, add_special_tokens=True).ids)
+        bos_token = self.special_tokens.get("bos_token")
+        bos_token_id = None if bos_token is None else self.tokenizer.token_to_id(bos_token)
+        repeated = bos_token_id is not None and token_ids[:2] == [bos_token_id, bos_token_id]
+        return token_ids[1:] if repeated else token_ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of token ids. Incomplete UTF-8 sequences become U+FFFD."""
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
+        """The text of a conversation, ready for `encode`.
+
+        Args:
+            messages: mappings with at least "role" and "content".
+            add_generation_prompt: end with the beginning of the assistant's answer.
+
+        Raises:
+            ModelError: when the model has no chat template, or the template refuses the messages.
+        """
+        if self.chat_template is None:
+            raise ModelError("The model has no chat template: pass the text itself instead of chat messages (raw).")
+        try:
+            return _compile(self.chat_template).render(
+                messages=[dict(message) for message in messages],
+                tools=None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self.special_tokens,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            raise ModelError(
+                f"The model's chat template refused the messages ({error}): change them, or pass the text itself (raw)."
+            ) from error
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}...{% endgeneration %}` marks the assistant's words for training; here they are just text."""
+
+    tags: set[str] = {"generation"}  # noqa: RUF012 - as jinja2 declares it
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+@functools.lru_cache(maxsize=8)
+def _compile(template: str) -> jinja2.Template:
+    # A template comes with the model, so it is code from strangers: it runs in a sandbox. The names below are what
+    # transformers offers to templates.
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = _now
+    return environment.from_string(template)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _now(form: str) -> str:
+    return datetime.datetime.now().strftime(form)

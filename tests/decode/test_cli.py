@@ -1,0 +1,242 @@
+"""The command line on tiny random models: no network, no real weights."""
+
+import json
+import logging
+import math
+import subprocess
+import sys
+
+import pytest
+import tiny_models
+
+from fly_jax import cli
+from fly_jax.decode.decoder_config import DecoderConfig
+from fly_jax.decode.generate import Generation, Generator
+from fly_jax.decode.report import num_differing, token_pieces
+from fly_jax.metrics import AcceptanceCounts
+
+PROMPT = "hello world, hello 123 hello world, hello 123 hello"
+MODES = ["target-only", "standard", "fly"]
+
+
+def write_model(folder, seed=0, **changes):
+    config_json = {**tiny_models.CONFIG_JSON, **changes}
+    folder.mkdir(parents=True)
+    tensors = tiny_models.random_tensors(DecoderConfig.from_hf(config_json), seed)
+    tiny_models.write_folder(folder, config_json, tensors)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("cli") / "tiny")
+
+
+@pytest.fixture
+def fly_jax(monkeypatch, capsys):
+    """Runs the command line in this process: exit status, stdout, stderr."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["fly-jax", *map(str, arguments)])
+        with pytest.raises(SystemExit) as exit_info:
+            cli.main()
+        return exit_info.value.code or 0, *capsys.readouterr()
+
+    return run
+
+
+def generate(fly_jax, model, *arguments):
+    options = ("--max-tokens", 24, "--num-speculative-tokens", 4, "--fly-window-size", 1)
+    return fly_jax("generate", "--model", model, "--prompt", PROMPT, *options, *arguments)
+
+
+def test_json_is_one_document_with_every_figure(fly_jax, model):
+    status, out, err = generate(fly_jax, model, "--json", "--fly-entropy-threshold", 0, "--seed", 7)
+    assert status == 0
+    document = json.loads(out)
+    assert set(document) == {"versions", "config", "interrupted", "lossy_modes", "prompts", "totals"}
+    assert {"fly-jax", "jax", "jaxlib", "flax", "numpy", "python", "platform"} <= set(document["versions"])
+    config = document["config"]
+    assert config["model"] == "tiny"
+    assert (config["num_speculative_tokens"], config["fly_window_size"], config["seed"]) == (4, 1, 7)
+    assert (config["drafter"], config["fly_entropy_threshold"], config["fly_entropy_top_k"]) == ("ngram", 0.0, 3)
+    (prompt,) = document["prompts"]
+    assert prompt["prompt"] == PROMPT
+    results = prompt["results"]
+    assert list(results) == list(document["totals"]) == MODES
+    assert results["standard"]["token_ids"] == results["target-only"]["token_ids"]
+    assert results["standard"]["num_differing"] == 0
+    for mode, result in results.items():
+        assert len(result["token_ids"]) == len(result["deferred"]) == result["num_tokens"] <= 24
+        assert result["num_deferred"] == sum(result["deferred"])
+        assert result["total_seconds"] == pytest.approx(result["prefill_seconds"] + result["decode_seconds"])
+        assert result["tokens_per_second"] == pytest.approx(result["num_tokens"] / result["decode_seconds"])
+        assert result["tokens_per_cycle"] == pytest.approx(result["num_tokens"] / result["num_cycles"])
+        assert len(result["acceptance_rate_per_position"]) == (0 if mode == "target-only" else 4)
+        assert {"text", "finish_reason", "acceptance_rate", "mean_acceptance_length", "deferral_rate"} <= set(result)
+    for label in ("reading", "compile", "generate: prompt 1, fly"):
+        assert label in err
+
+
+def test_the_three_texts_stand_side_by_side(fly_jax, model, caplog, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    with caplog.at_level(logging.WARNING, logger="fly_jax"):
+        status, out, _ = generate(fly_jax, model, "--fly-entropy-threshold", 0)
+    assert status == 0
+    assert [record.message for record in caplog.records].count(
+        "FLy is lossy: its text may differ from what the target alone would write."
+    ) == 1
+    header = next(line for line in out.splitlines() if "target-only" in line)
+    assert header.index("target-only") < header.index("standard") < header.index("fly")
+    for name in ("tokens/s", "total time", "tokens/cycle", "deferred", "differ", "all prompts", "total time ratio"):
+        assert name in out
+    row = next(line for line in out.splitlines() if line.strip("│ ").startswith("deferred"))
+    num_deferred = int(row.strip("│ ").split("│")[-1])
+    assert num_deferred > 0
+    assert out.count("«") - out.count("«token»") == num_deferred
+
+
+@pytest.mark.parametrize(
+    "drafter",
+    [
+        ("layer-skip", "--skip-layers", "1", "--draft-sample-method", "probabilistic", "--temperature", "0.8"),
+        ("draft-model", "--draft-model", "itself"),
+    ],
+    ids=["layer-skip", "draft-model"],
+)
+def test_model_drafters_and_a_prompt_file(fly_jax, model, tmp_path, drafter):
+    drafter = [model if each == "itself" else each for each in drafter]
+    path = tmp_path / "prompt.txt"
+    path.write_text("hello hello", encoding="utf-8")
+    status, out, _ = generate(fly_jax, model, "--json", "--prompt-file", path, "--raw", "--drafter", *drafter)
+    assert status == 0
+    assert [prompt["prompt"] for prompt in json.loads(out)["prompts"]] == [PROMPT, "hello hello"]
+    results = json.loads(out)["prompts"][1]["results"]
+    if drafter[0] == "draft-model":
+        assert results["standard"]["token_ids"] == results["target-only"]["token_ids"]
+        assert results["standard"]["acceptance_rate"] == 1.0
+    else:
+        assert results["standard"]["num_draft_tokens"] > 0
+
+
+def test_interrupt_prints_what_is_finished(fly_jax, model, monkeypatch):
+    calls = []
+
+    def generate_or_be_interrupted(self, prompt_token_ids, **arguments):
+        calls.append(None)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return Generation((70, 71), (False, False), AcceptanceCounts.zeros(4), 2, 0.5, 0.5, "length")
+
+    monkeypatch.setattr(Generator, "warm_up", lambda self, **arguments: None)
+    monkeypatch.setattr(Generator, "generate", generate_or_be_interrupted)
+    status, out, _ = generate(fly_jax, model, "--prompt", "hello", "--prompt", "123", "--json")
+    assert status == 130
+    document = json.loads(out)
+    assert document["interrupted"]
+    assert [list(prompt["results"]) for prompt in document["prompts"]] == [MODES, MODES[:1]]
+    assert [each["num_tokens"] for each in document["totals"].values()] == [2, 2, 2]
+    calls.clear()
+    status, out, _ = generate(fly_jax, model, "--prompt", "hello")
+    assert status == 130
+    assert out.count("tokens/cycle") == 3  # a table for each prompt, and one for both
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--fly-window-size", 16], "fly_window_size must be less than num_speculative_tokens (16), got 16"),
+        (["--num-speculative-tokens", 1], "num_speculative_tokens must be at least 2"),
+        (["--fly-entropy-threshold", "nan"], "fly_entropy_threshold must be at least 0"),
+        (["--fly-entropy-top-k", 0], "fly_entropy_top_k must be at least 1, got 0"),
+        (["--draft-sample-method", "probabilistic"], "needs a drafter that samples, got --drafter ngram"),
+        (["--drafter", "draft-model"], "--drafter draft-model needs --draft-model PATH"),
+        (["--draft-model", "somewhere"], "--draft-model needs --drafter draft-model, got ngram"),
+        (["--skip-layers", "1"], "--skip-layers needs --drafter layer-skip, got ngram"),
+        (["--drafter", "layer-skip", "--skip-layers", "a"], "--skip-layers must be layer numbers like 12,13,14"),
+        (["--drafter", "layer-skip", "--skip-layers", "7"], "skip_layers must be between 0 and 1, got 7"),
+        (["--prompt-lookup-min", 4], "prompt_lookup_min must be at least 1 and at most prompt_lookup_max (3), got 4"),
+        (["--prompt-file", "missing.txt"], "--prompt-file missing.txt cannot be read"),
+        (["--prompt", " "], "The prompt is empty"),
+        (["--prompt", "hello " * 300], "shorten it to at most 255"),
+        (["--model", "missing.gguf"], "missing.gguf"),
+    ],
+)
+def test_what_a_user_can_fix_is_one_line(fly_jax, model, options, message):
+    prompt = [] if "--prompt" in options else ["--prompt", PROMPT]
+    status, out, err = fly_jax("generate", "--model", model, *prompt, *options)
+    assert status == 2
+    assert out == ""
+    (line,) = [line for line in err.splitlines() if line.startswith("fly-jax: error: ")]
+    assert message in line
+    assert err.splitlines()[-1] == line
+    assert "Traceback" not in err
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused(fly_jax, model, tmp_path):
+    other = write_model(tmp_path / "other", vocab_size=tiny_models.CONFIG_JSON["vocab_size"] + 3)
+    status, _, err = generate(fly_jax, model, "--drafter", "draft-model", "--draft-model", other)
+    assert status == 2
+    assert "they must be the same" in err
+
+
+@pytest.mark.parametrize("options", [["--temperature", "-1"], ["--top-p", "1.5"], ["--drafter", "oracle"], ["--nope"]])
+def test_options_out_of_range_exit_with_2(fly_jax, model, options):
+    status, out, err = fly_jax("generate", "--model", model, *options)
+    assert status == 2
+    assert out == ""
+    assert options[0] in err
+
+
+def test_version_and_help(fly_jax):
+    status, out, _ = fly_jax("--version")
+    assert status == 0
+    assert out.startswith("fly-jax 0.")
+    status, out, _ = fly_jax("generate", "--help")
+    assert status == 0
+    for option in ("--num-speculative-tokens", "--fly-window-size", "--draft-sample-method", "--min-p", "--json"):
+        assert option in out
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich", "rich.console"])
+def test_without_the_demo_extra_it_says_what_to_install(missing):
+    code = f"import sys; sys.modules[{missing!r}] = None; import fly_jax.cli"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "pip install 'fly-jax[demo]'" in done.stderr
+
+
+def test_bench_decode_measures_every_ratio(fly_jax, model, monkeypatch):
+    monkeypatch.setattr(
+        "fly_jax.bench.decode.BUILTIN_PROMPTS", cli._prompts({"prompt": ["hello"], "prompt_file": None})
+    )
+    monkeypatch.setattr("fly_jax.bench.decode.MAX_MODEL_LEN", 128)
+    monkeypatch.setattr("fly_jax.bench.decode.MAX_TOKENS", 8)
+    status, out, _ = fly_jax("bench", "decode", "--model", model, "--rounds", 2, "--json")
+    assert status == 0
+    document = json.loads(out)
+    assert [each["goal"] for each in document["ratios"]] == [1.5, 1.8, 0.04, 2.0]
+    for each in document["ratios"]:
+        assert all(math.isfinite(value) for value in each["values"])
+        assert each["definition"]
+    assert set(document["milliseconds"]) == {"floor", "one", "many", "cycle"}
+
+
+def test_tokens_that_share_a_character_are_shown_by_the_last_of_them():
+    text = "a→b"
+    tokens = list(text.encode())
+
+    def decode(token_ids):
+        return bytes(token_ids).decode("utf-8", errors="replace")
+
+    assert token_pieces(decode, tokens) == ["a", "", "", "→", "b"]
+    assert "".join(token_pieces(decode, tokens[:2])) == "a\N{REPLACEMENT CHARACTER}"
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [([], [], 0), ([1, 2, 3], [1, 2, 3], 0), ([1, 9, 3], [1, 2, 3], 1), ([1, 2, 3], [1, 3], 1), ([], [1, 2], 2)],
+)
+def test_num_differing_counts_edits(first, second, expected):
+    assert num_differing(first, second) == expected

@@ -1,0 +1,296 @@
+"""The decoding loop: what it emits, when it stops, what it counts, how often it compiles."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.stats
+
+from fly_jax import FlyConfig
+from fly_jax.decode.drafters import Draft, DraftModel, LayerSkip, PromptLookup, SamplingParams
+from fly_jax.decode.errors import ModelError
+from fly_jax.decode.generate import Generator
+from fly_jax.decode.model import DecoderConfig, KVCache, random_decoder
+
+CONFIG = DecoderConfig(
+    vocab_size=32,
+    hidden_size=16,
+    intermediate_size=32,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    max_position_embeddings=256,
+)
+MAX_MODEL_LEN = 160
+K = 5
+DECODER = random_decoder(CONFIG, jax.random.key(0))
+OTHER_DECODER = random_decoder(CONFIG, jax.random.key(1))
+PROMPT = tuple(np.random.default_rng(0).integers(0, 6, 75).tolist())
+FLY = FlyConfig(window_size=1, entropy_threshold=0.0)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["num_speculative_tokens"])
+@dataclasses.dataclass(frozen=True)
+class RandomDrafts:
+    """Any tokens, any number of them."""
+
+    num_speculative_tokens: int
+    draft_sample_method = "greedy"
+
+    def init_state(self, batch_size, capacity):
+        return None
+
+    def prefill(self, state, token_ids, num_tokens):
+        return None
+
+    def propose(self, state, context):
+        shape = (context.length.shape[0], self.num_speculative_tokens)
+        tokens, count = jax.random.split(context.keys[0])
+        token_ids = jax.random.randint(tokens, shape, 0, 4, jnp.int32)
+        return Draft(token_ids, jax.random.randint(count, shape[:1], 0, shape[1] + 1, jnp.int32)), None, context.cache
+
+
+DRAFTERS = {
+    "ngram": PromptLookup(K),
+    "draft-model": DraftModel(OTHER_DECODER, K),
+    "itself": DraftModel(DECODER, K),
+    "layer-skip": LayerSkip((1,), K),
+    "random": RandomDrafts(K),
+    "one-token": LayerSkip((0,), 1),
+}
+
+
+@functools.cache
+def generator(name=None):
+    return Generator(DECODER, drafter=None if name is None else DRAFTERS[name], max_model_len=MAX_MODEL_LEN)
+
+
+@functools.cache
+def target_only(max_tokens=60):
+    return generator().generate(PROMPT, max_tokens=max_tokens)
+
+
+@jax.jit
+def all_logits(decoder, token_ids):
+    return decoder(token_ids, KVCache.zeros(CONFIG, token_ids.shape[0], token_ids.shape[1]))[0]
+
+
+def argmax_after(token_ids):
+    """The target's choice after every prefix."""
+    padded = np.zeros((1, MAX_MODEL_LEN), np.int32)
+    padded[0, : len(token_ids)] = token_ids
+    return np.argmax(np.asarray(all_logits(DECODER, padded))[0], -1)
+
+
+def test_target_only_follows_the_argmax():
+    result = target_only()
+    sequence = [*PROMPT, *result.token_ids]
+    assert list(result.token_ids) == argmax_after(sequence)[len(PROMPT) - 1 : len(sequence) - 1].tolist()
+    assert result.num_cycles == len(result.token_ids) == 60
+    assert not any(result.deferred)
+    assert result.finish_reason == "length"
+    assert result.prefill_seconds > 0
+    assert result.decode_seconds > 0
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_greedy_standard_decoding_equals_target_only(name):
+    result = generator(name).generate(PROMPT, max_tokens=60)
+    assert result.token_ids == target_only().token_ids
+    assert not any(result.deferred)
+    counts = result.counts
+    with_drafts, without = int(counts.num_requests), result.num_cycles - int(counts.num_requests)
+    assert int(counts.num_tokens) + without == 60
+    assert int(counts.num_accepted) == int(counts.num_tokens) - with_drafts
+    assert int(counts.num_deferred) == 0
+    if name == "itself":
+        assert float(counts.acceptance_rate()) == 1.0
+        assert result.num_cycles == 1 + math.ceil(59 / (K + 1))
+
+
+@pytest.mark.parametrize("name", ["ngram", "draft-model", "layer-skip"])
+def test_fly_with_an_infinite_threshold_is_standard(name):
+    config = FlyConfig(window_size=1, entropy_threshold=math.inf)
+    result = generator(name).generate(PROMPT, max_tokens=60, config=config)
+    assert result.token_ids == target_only().token_ids
+    assert not any(result.deferred)
+
+
+@pytest.mark.parametrize("name", ["ngram", "layer-skip"])
+def test_fly_differs_from_the_targets_choice_exactly_where_it_says(name):
+    result = generator(name).generate(PROMPT, max_tokens=60, config=FLY)
+    sequence = [*PROMPT, *result.token_ids]
+    choices = argmax_after(sequence)[len(PROMPT) - 1 : len(sequence) - 1]
+    differs = np.asarray(result.token_ids) != choices
+    assert any(result.deferred)
+    assert list(result.deferred) == differs.tolist()
+    assert int(result.counts.num_deferred) == sum(result.deferred)
+
+
+def test_stops_at_an_end_token_in_the_middle_of_an_accepted_run():
+    tokens = target_only().token_ids
+    first_seen = {token: tokens.index(token) for token in tokens}
+    # The first cycle emits one token, then come runs of K + 1.
+    end = next(i for token, i in first_seen.items() if i > 0 and 1 <= (i - 1) % (K + 1) < K)
+    result = generator("itself").generate(PROMPT, max_tokens=60, eos_token_ids={tokens[end]})
+    assert result.token_ids == tokens[: end + 1]
+    assert len(result.deferred) == end + 1
+    assert result.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 5, 6, 7, 8, 13])
+@pytest.mark.parametrize("name", ["itself", "ngram"])
+def test_emits_exactly_max_tokens(name, max_tokens):
+    result = generator(name).generate(PROMPT, max_tokens=max_tokens)
+    assert result.token_ids == target_only().token_ids[:max_tokens]
+    assert result.finish_reason == "length"
+    assert int(result.counts.num_tokens) + result.num_cycles - int(result.counts.num_requests) == max_tokens
+
+
+def test_fills_the_context_and_stops_there():
+    short = Generator(DECODER, drafter=DRAFTERS["itself"], max_model_len=len(PROMPT) + 17)
+    result = short.generate(PROMPT, max_tokens=100)
+    assert result.token_ids == target_only().token_ids[:17]
+    assert result.finish_reason == "length"
+
+
+def test_a_context_shorter_than_a_step_is_filled_too():
+    short = Generator(DECODER, drafter=PromptLookup(100), max_model_len=12)
+    result = short.generate(PROMPT[:10], max_tokens=100)
+    assert len(result.token_ids) == 2
+
+
+@pytest.mark.parametrize("length", [1, 2, 64, 65, 66, 128, 129, 130])
+def test_prompts_of_any_length_share_the_prefill(length):
+    prompt = np.random.default_rng(length).integers(0, CONFIG.vocab_size, length).tolist()
+    result = generator("draft-model").generate(prompt, max_tokens=4)
+    sequence = [*prompt, *result.token_ids]
+    assert list(result.token_ids) == argmax_after(sequence)[length - 1 : len(sequence) - 1].tolist()
+
+
+def test_prompts_that_do_not_fit_are_refused():
+    short = Generator(DECODER, max_model_len=10)
+    with pytest.raises(ModelError, match="has 10 tokens and the context 10; shorten it to at most 9"):
+        short.generate([1] * 10)
+    with pytest.raises(ModelError, match="prompt is empty"):
+        short.generate([])
+    with pytest.raises(ModelError, match="max_tokens must be at least 1, got 0"):
+        short.generate([1], max_tokens=0)
+    with pytest.raises(ModelError, match="between 2 and the model's context of 256 tokens, got 257"):
+        Generator(DECODER, max_model_len=257)
+    shorter = random_decoder(dataclasses.replace(CONFIG, max_position_embeddings=99), jax.random.key(1))
+    with pytest.raises(ModelError, match="context of 99 tokens"):
+        Generator(DECODER, drafter=DraftModel(shorter, K), max_model_len=128)
+
+
+def test_compiles_each_step_once():
+    fresh = Generator(DECODER, drafter=DRAFTERS["ngram"], max_model_len=MAX_MODEL_LEN)
+    fresh.warm_up()
+    for length, max_tokens in ((75, 30), (3, 9), (64, 1)):
+        fresh.generate(PROMPT[:length], max_tokens=max_tokens)
+    assert fresh.num_compilations == {"prefill": 1, "cycle": 2}
+    for threshold in (0.0, 0.3, 2.0):
+        fresh.generate(PROMPT, max_tokens=30, config=FlyConfig(1, threshold))
+    assert fresh.num_compilations == {"prefill": 1, "cycle": 3}
+
+
+def test_sampling_is_reproducible_by_its_seed():
+    sampling = SamplingParams(temperature=1.0, top_k=20)
+    drafter = DraftModel(OTHER_DECODER, K, "probabilistic")
+    sampled = Generator(DECODER, drafter=drafter, max_model_len=MAX_MODEL_LEN)
+    for config in (None, FLY):
+        first, again, other = (
+            sampled.generate(PROMPT, max_tokens=30, config=config, sampling=sampling, seed=seed) for seed in (0, 0, 1)
+        )
+        assert first.token_ids == again.token_ids
+        assert first.deferred == again.deferred
+        assert first.token_ids != other.token_ids
+        assert 0 < float(first.counts.acceptance_rate()) < 1
+
+
+def test_progress_is_called_after_each_cycle():
+    seen = []
+    result = generator("itself").generate(PROMPT, max_tokens=20, on_tokens=seen.append)
+    assert len(seen) == result.num_cycles
+    assert seen == sorted(seen)
+    assert seen[-1] == 20
+
+
+@pytest.mark.parametrize("method", ["greedy", "probabilistic"])
+def test_standard_sampling_emits_the_targets_distribution(method, report):
+    num_requests, temperature = 20_000, 1.5
+    small = dataclasses.replace(CONFIG, vocab_size=6)
+    target, draft = random_decoder(small, jax.random.key(2)), random_decoder(small, jax.random.key(3))
+    sampling = SamplingParams(temperature=jnp.float32(temperature))
+    decoding = Generator(target, drafter=DraftModel(draft, 2, method), max_model_len=8)
+    prompt = [1, 4, 2]
+    state = repeat(decoding.start(prompt, 8, sampling, seed=0), num_requests)
+    state, _ = decoding.step(state, sampling, None, speculate=False)
+    state, output = decoding.step(state, sampling, None, speculate=True)
+    pairs = np.asarray(state.history)[:, 3:5]
+    prefixes = np.asarray([[*prompt, token, 0, 0, 0, 0] for token in range(6)], np.int32)
+    cache = KVCache.zeros(small, 6, 8)
+    probs = np.asarray(jax.nn.softmax(target(jnp.asarray(prefixes), cache)[0] / temperature), np.float64)
+    expected = num_requests * probs[0, 2][:, None] * probs[:, 3]
+    observed = np.zeros((6, 6))
+    np.add.at(observed, (pairs[:, 0], pairs[:, 1]), 1)
+    test = scipy.stats.chisquare(observed.ravel(), expected.ravel() * num_requests / expected.sum())
+    report(f"chi-square p = {test.pvalue:.3f}, {np.mean(output.num_tokens):.2f} tokens a cycle")
+    assert test.pvalue > 1e-3
+    assert 1 < np.mean(output.num_tokens) < 3
+
+
+def repeat(state, num_requests):
+    """The state of one request, for many with keys of their own."""
+    step, counts, keys = state.step, state.counts, jax.random.split(jax.random.key(5), num_requests)
+    one = dataclasses.replace(state, step=None, counts=None, keys=None)
+    many = jax.tree.map(lambda each: jnp.repeat(each, num_requests, axis=0), one)
+    return dataclasses.replace(many, step=step, counts=counts, keys=keys)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("name", ["ngram", "draft-model", "layer-skip"])
+def test_smollm2_standard_equals_target_only(name, report):
+    from fly_jax.decode.checkpoint import load_model
+    from fly_jax.decode.default_model import default_model_path
+    from fly_jax.decode.drafters import default_skip_layers
+    from fly_jax.decode.prompts import BUILTIN_PROMPTS
+
+    loaded = load_model(default_model_path())
+    drafter = {
+        "ngram": lambda: PromptLookup(16),
+        # The target as its own draft model: every draft should be accepted.
+        "draft-model": lambda: DraftModel(loaded.decoder, 4),
+        "layer-skip": lambda: LayerSkip(default_skip_layers(loaded.config.num_layers), 8),
+    }[name]()
+    reference = Generator(loaded.decoder, max_model_len=320)
+    standard = Generator(loaded.decoder, drafter=drafter, max_model_len=320)
+    num_near_ties, cycles, tokens = 0, 0, 0
+    for prompt in BUILTIN_PROMPTS:
+        chat = loaded.tokenizer.apply_chat_template([{"role": "user", "content": prompt.text}])
+        token_ids = loaded.tokenizer.encode(chat)
+        results = [
+            each.generate(token_ids, max_tokens=128, eos_token_ids=loaded.tokenizer.eos_token_ids)
+            for each in (reference, standard)
+        ]
+        cycles, tokens = cycles + results[1].num_cycles, tokens + len(results[1].token_ids)
+        if results[0].token_ids != results[1].token_ids:
+            num_near_ties += 1
+            assert gap_at_first_difference(loaded.decoder, token_ids, *(each.token_ids for each in results)) < 1e-3
+    report(f"{name}: {num_near_ties} of {len(BUILTIN_PROMPTS)} texts differ, {tokens / cycles:.2f} tokens a cycle")
+    assert num_near_ties == 0
+
+
+def gap_at_first_difference(decoder, prompt, first, second):
+    """The target's top-2 gap where two continuations part."""
+    shared = next((i for i, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1]), None)
+    assert shared is not None, "one text is a beginning of the other"
+    sequence = jnp.asarray([[*prompt, *first[:shared]]], jnp.int32)
+    logits, _ = decoder(sequence, KVCache.zeros(decoder.config, 1, sequence.shape[1]))
+    best = np.sort(np.asarray(logits)[0, -1])
+    return best[-1] - best[-2]

@@ -135,7 +135,9 @@ def score_draft(inputs: Inputs) -> DraftDistribution | None:
         return DraftDistribution(draft.values, draft.row_index, one_hot, inputs.vocab_size)
     assert inputs.draft_temperature is not None
     temperature = processing.divisor(inputs.draft_temperature)[:, None]
-    divisor = _per_row(temperature, draft.row_index, inputs.live[:, :-1], 1.0, draft.values.shape[0])
+    position = jnp.arange(draft.row_index.shape[1], dtype=jnp.int32)[None]
+    drafted = position < inputs.num_draft_tokens[:, None]
+    divisor = _per_row(temperature, draft.row_index, drafted, 1.0, draft.values.shape[0])
     row_max = kernels.row_statistics(draft.values, vocab_size=inputs.vocab_size).max
     row_max = jnp.where(jnp.isfinite(kernels.scale(row_max, divisor)), row_max, 0.0)
     logsumexp = kernels.row_logsumexp(draft.values, row_max, divisor=divisor, vocab_size=inputs.vocab_size)

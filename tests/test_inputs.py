@@ -178,3 +178,28 @@ def test_raw_keys_are_keys():
         verify(temperature=1.0, key=keys).token_ids,
         verify(temperature=1.0, key=jax.random.key_data(keys)).token_ids,
     )
+
+
+def test_row_indices_past_the_draft_may_hold_anything():
+    """Also where such an entry points at another request's row, whose draft temperature differs."""
+    rng = np.random.default_rng(1)
+    logits, q_logits = rng.normal(size=(B * (K + 1), 40)), rng.normal(size=(B * K, 40)) * 4
+    rows, draft_rows = np.arange(B * (K + 1)).reshape(B, -1), np.arange(B * K).reshape(B, -1)
+
+    def run(rows, draft_rows):
+        return jax.jit(fly_verify_rows)(
+            logits.astype(np.float32),
+            rows,
+            np.full((B, K), 3),
+            draft_row_index=draft_rows,
+            draft_logits=q_logits.astype(np.float32),
+            num_draft_tokens=np.array([K, 1]),
+            temperature=np.array([0.5, 2.0], np.float32),
+            key=KEY,
+        )
+
+    wild_rows, wild_draft_rows = rows.copy(), draft_rows.copy()
+    wild_rows[1, 2:] = [0, -9]
+    wild_draft_rows[1, 1:] = [0, 10**6]
+    plain, wild = run(rows, draft_rows), run(wild_rows, wild_draft_rows)
+    jax.tree.map(np.testing.assert_array_equal, plain, wild)

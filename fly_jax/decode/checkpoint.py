@@ -8,7 +8,7 @@ from jax.typing import DTypeLike
 
 from fly_jax.decode.decoder_config import DecoderConfig
 from fly_jax.decode.errors import ModelError
-from fly_jax.decode.gguf_checkpoint import config_from_gguf, metadata, open_gguf, tensors_from_gguf
+from fly_jax.decode.gguf_checkpoint import config_from_gguf, open_gguf, tensors_from_gguf
 from fly_jax.decode.gguf_tokenizer import codec_from_gguf
 from fly_jax.decode.hf_checkpoint import read_json, tensors_from_folder
 from fly_jax.decode.hf_tokenizer import codec_from_folder
@@ -57,8 +57,9 @@ def load_model(path: str | Path, *, dtype: DTypeLike = jnp.float32, progress: Pr
 
 
 def _load_gguf(path: Path, dtype: DTypeLike, progress: Progress | None) -> LoadedModel:
-    reader = open_gguf(path)
-    fields = metadata(reader)
+    if progress is not None:
+        progress("reading the vocabulary", 0.0)
+    reader, fields = open_gguf(path)
     config = config_from_gguf(fields, reader, path)
     tokenizer = codec_from_gguf(fields, path)
     tensors = tensors_from_gguf(reader, config, path)

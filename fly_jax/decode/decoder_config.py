@@ -97,6 +97,10 @@ class DecoderConfig:
         factors = self.rope_scaling.factors if isinstance(self.rope_scaling, FactorRope) else None
         if factors is not None and len(factors) != self.head_dim // 2:
             raise ModelError(f"rope_freqs must have head_dim / 2 = {self.head_dim // 2} factors, got {len(factors)}.")
+        with np.errstate(all="ignore"):
+            frequencies = self.rope_frequencies()
+        if not (np.isfinite(frequencies) & (frequencies > 0)).all():
+            raise ModelError(f"rope_scaling must give positive, finite frequencies, got {self.rope_scaling}.")
 
     def rope_frequencies(self) -> np.ndarray:
         """Angle per position of each rotated pair: [head_dim / 2] float32, scaling included."""
@@ -121,6 +125,8 @@ class DecoderConfig:
         _reject_unsupported(config_json)
         hidden_size = _integer(config_json, "hidden_size")
         num_heads = _integer(config_json, "num_attention_heads")
+        if num_heads < 1:
+            raise ModelError(f"num_attention_heads must be positive, got {num_heads}: check the model's config.json.")
         rope_theta, rope_scaling = _rope(config_json)
         head_dim = 128 if model_type == "qwen3" else hidden_size // num_heads
         return cls(

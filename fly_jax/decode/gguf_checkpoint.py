@@ -36,8 +36,8 @@ _LAYER_NAMES = {
 }
 
 
-def open_gguf(path: Path) -> gguf.GGUFReader:
-    """Opens a GGUF file and reads its header.
+def open_gguf(path: Path) -> tuple[gguf.GGUFReader, dict[str, Any]]:
+    """Opens a GGUF file and reads its header: (reader, all key/value pairs as Python values).
 
     Raises:
         ModelError: when the file is missing, cut off or not a GGUF file of this byte order.
@@ -46,16 +46,12 @@ def open_gguf(path: Path) -> gguf.GGUFReader:
         raise ModelError(f"{path} is not a file: pass a .gguf file or a Hugging Face folder.")
     try:
         reader = gguf.GGUFReader(path)
+        fields = {name: field.contents() for name, field in reader.fields.items()}
     except (ValueError, IndexError, KeyError, OSError, OverflowError) as error:
         raise ModelError(f"{path} is not a readable GGUF file ({error}): download it again.") from error
     if reader.byte_order != "I":
         raise ModelError(f"{path} has the other byte order than this machine: use a GGUF file made for it.")
-    return reader
-
-
-def metadata(reader: gguf.GGUFReader) -> dict[str, Any]:
-    """All key/value pairs of the header as Python values, read once."""
-    return {name: field.contents() for name, field in reader.fields.items()}
+    return reader, fields
 
 
 def config_from_gguf(fields: Mapping[str, Any], reader: gguf.GGUFReader, path: Path) -> DecoderConfig:
@@ -76,24 +72,30 @@ def config_from_gguf(fields: Mapping[str, Any], reader: gguf.GGUFReader, path: P
             raise ModelError(f"{path} lacks the field {architecture}.{name}: the file is incomplete.")
         return value
 
+    def integer(name: str, default: int | None = None) -> int:
+        value = get(name, default)
+        if not isinstance(value, int):
+            raise ModelError(f"{path}: {architecture}.{name} must be one integer for all layers, got {value!r}.")
+        return value
+
     _reject_unsupported(get, path)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     if "token_embd.weight" not in tensors:
         raise ModelError(f"{path} lacks token_embd.weight: the file is incomplete or not a language model.")
-    hidden_size, num_heads = get("embedding_length"), get("attention.head_count")
-    head_dim = get("attention.key_length", hidden_size // num_heads)
+    hidden_size, num_heads = integer("embedding_length"), integer("attention.head_count")
+    head_dim = integer("attention.key_length", hidden_size // max(num_heads, 1))
     for name in ("attention.value_length", "rope.dimension_count"):
         if get(name, head_dim) != head_dim:
             raise ModelError(f"{path}: {name}={get(name)} is not supported: it must equal the head size {head_dim}.")
     return DecoderConfig(
         vocab_size=int(tensors["token_embd.weight"].shape[-1]),
         hidden_size=hidden_size,
-        intermediate_size=get("feed_forward_length"),
-        num_layers=get("block_count"),
+        intermediate_size=integer("feed_forward_length"),
+        num_layers=integer("block_count"),
         num_heads=num_heads,
-        num_kv_heads=get("attention.head_count_kv", num_heads),
+        num_kv_heads=integer("attention.head_count_kv", num_heads),
         head_dim=head_dim,
-        max_position_embeddings=get("context_length"),
+        max_position_embeddings=integer("context_length"),
         rms_norm_eps=get("attention.layer_norm_rms_epsilon"),
         rope_theta=get("rope.freq_base", 10000.0),
         rope_scaling=_rope_scaling(get, tensors.get(_ROPE_FACTORS), path),

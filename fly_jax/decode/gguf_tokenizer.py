@@ -69,12 +69,15 @@ def codec_from_gguf(fields: Mapping[str, Any], path: Path) -> TextCodec:
         )
     except Exception as error:  # the tokenizers package raises plain Exception
         raise ModelError(f"{path} holds an inconsistent vocabulary ({error}): download it again.") from error
+    token_types = _field(fields, "token_type", path)
+    if len(token_types) != len(tokens):
+        raise ModelError(f"{path} has {len(tokens)} tokens but {len(token_types)} token types: download it again.")
     tokenizer = tokenizers.Tokenizer(model)
     if pre_tokenizer.nfc:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = _build(pre_tokenizer)
     tokenizer.decoder = decoders.ByteLevel()
-    _add_tokens(tokenizer, tokens, _field(fields, "token_type", path))
+    _add_tokens(tokenizer, tokens, token_types)
     special_tokens = _special_tokens(fields, tokens, path)
     _add_post_processor(tokenizer, fields, special_tokens, pre_tokenizer.add_bos, path)
     chat_template = fields.get("tokenizer.chat_template")

@@ -58,7 +58,10 @@ def _chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | N
         return path.read_text(encoding="utf-8")
     template = tokenizer_config.get("chat_template")
     if isinstance(template, list):
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+        named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
+        template = named[0].get("template") if named else None
+    if template is not None and not isinstance(template, str):
+        raise ModelError(f"{folder / 'tokenizer_config.json'}: chat_template must be text, got {template!r}.")
     return template
 
 

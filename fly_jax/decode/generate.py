@@ -155,11 +155,6 @@ class Generator:
             functools.partial(_cycle, structure), static_argnames=("speculate",), donate_argnames=("state",)
         )
 
-    @property
-    def num_compilations(self) -> dict[str, int]:
-        """How often each step was compiled so far."""
-        return {"prefill": self._prefill._cache_size(), "cycle": self._cycle._cache_size()}
-
     def check_prompt(self, prompt_token_ids: Sequence[int]) -> None:
         """Refuses a prompt that leaves no room for output.
 
@@ -252,7 +247,9 @@ class Generator:
             chunk = np.zeros((1, PREFILL_CHUNK), np.int32)
             count = min(PREFILL_CHUNK, len(to_fill) - begin)
             chunk[0, :count] = to_fill[begin : begin + count]
-            cache, drafter_state = self._prefill(self._weights, cache, drafter_state, chunk, np.int32([count]))
+            cache, drafter_state = self._prefill(
+                self._weights, cache, drafter_state, chunk, np.asarray([count], np.int32)
+            )
         draft = empty_draft(self._drafter, 1, self._decoder.config.vocab_size, sampling)
         state = DecodeState(
             history=jnp.asarray(history),

@@ -9,13 +9,15 @@ import sys
 import pytest
 import tiny_models
 
-from fly_jax import cli
+from fly_jax import FlyConfig, cli
 from fly_jax.decode.decoder_config import DecoderConfig
+from fly_jax.decode.drafters import LayerSkip, SamplingParams
 from fly_jax.decode.generate import Generation, Generator
 from fly_jax.decode.report import num_differing, token_pieces
 from fly_jax.metrics import AcceptanceCounts
 
 PROMPT = "hello world, hello 123 hello world, hello 123 hello"
+TWO_TOKENS = Generation((70, 71), (False, False), AcceptanceCounts.zeros(4), 2, 0.5, 0.5, "length")
 MODES = ["target-only", "standard", "fly"]
 
 
@@ -99,7 +101,7 @@ def test_the_three_texts_stand_side_by_side(fly_jax, model, caplog, monkeypatch)
 @pytest.mark.parametrize(
     "drafter",
     [
-        ("layer-skip", "--skip-layers", "1", "--draft-sample-method", "probabilistic", "--temperature", "0.8"),
+        ("layer-skip", "--skip-layers", "1"),
         ("draft-model", "--draft-model", "itself"),
     ],
     ids=["layer-skip", "draft-model"],
@@ -126,7 +128,7 @@ def test_interrupt_prints_what_is_finished(fly_jax, model, monkeypatch):
         calls.append(None)
         if len(calls) == 5:
             raise KeyboardInterrupt
-        return Generation((70, 71), (False, False), AcceptanceCounts.zeros(4), 2, 0.5, 0.5, "length")
+        return TWO_TOKENS
 
     monkeypatch.setattr(Generator, "warm_up", lambda self, **arguments: None)
     monkeypatch.setattr(Generator, "generate", generate_or_be_interrupted)
@@ -140,6 +142,27 @@ def test_interrupt_prints_what_is_finished(fly_jax, model, monkeypatch):
     status, out, _ = generate(fly_jax, model, "--prompt", "hello")
     assert status == 130
     assert out.count("tokens/cycle") == 3  # a table for each prompt, and one for both
+
+
+def test_options_reach_the_generator(fly_jax, model, monkeypatch):
+    seen = []
+    monkeypatch.setattr(Generator, "warm_up", lambda self, **arguments: seen.append((self, arguments)))
+    monkeypatch.setattr(Generator, "generate", lambda self, prompt, **arguments: seen.append(arguments) or TWO_TOKENS)
+    sampling = ("--temperature", 0.5, "--top-k", 7, "--min-p", 0.1, "--seed", 3)
+    drafting = ("--drafter", "layer-skip", "--draft-sample-method", "probabilistic")
+    status, *_ = generate(fly_jax, model, *sampling, *drafting, "--fly-entropy-threshold", 0.7)
+    assert status == 0
+    (target_only, _), (standard, _), (fly, warm_up), *runs = seen
+    assert target_only._drafter is None
+    assert standard is fly
+    assert fly._drafter == LayerSkip((1,), 4, "probabilistic")
+    assert warm_up["config"] == FlyConfig(1, 0.7, 3)
+    assert [run["config"] for run in runs] == [None, None, FlyConfig(1, 0.7, 3)]
+    for run in runs:
+        # Left out where it is off, because a mask costs passes over the vocabulary.
+        assert run["sampling"] == warm_up["sampling"] == SamplingParams(temperature=0.5, top_k=7, min_p=0.1)
+        assert run["seed"] == 3
+        assert run["max_tokens"] == 24
 
 
 @pytest.mark.parametrize(

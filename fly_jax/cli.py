@@ -5,13 +5,11 @@ jax and the model code are imported when a command runs, so that `--help` is qui
 
 from __future__ import annotations
 
-import dataclasses
 import enum
-import functools
 import json
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,10 +22,9 @@ except ModuleNotFoundError as error:
 if TYPE_CHECKING:
     from fly_jax.config import FlyConfig
     from fly_jax.decode.checkpoint import LoadedModel
+    from fly_jax.decode.comparison import Comparison, PromptRun
     from fly_jax.decode.drafters import Drafter, SamplingParams
-    from fly_jax.decode.generate import Generation, Generator
     from fly_jax.decode.prompts import Prompt
-    from fly_jax.decode.report import PromptRun
 
 logger = logging.getLogger("fly_jax")
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -150,13 +147,23 @@ def bench_decode(
 
 
 def _generate(options: Mapping[str, Any]) -> None:
+    from fly_jax.decode.comparison import prepare
     from fly_jax.decode.report import LEGEND, document, progress_bars, prompt_table, totals_table
 
     console, out = Console(stderr=True), Console()
     prompts, sampling, config = _prompts(options), _sampling(options), _fly_config(options)
     logger.warning("FLy is lossy: its text may differ from what the target alone would write.")
     with progress_bars(console) as report:
-        comparison = _comparison(options, prompts, sampling, config, report)
+        loaded = _load(options["model"], report)
+        comparison = prepare(
+            loaded,
+            _drafter(options, loaded, report),
+            prompts,
+            config=config,
+            sampling=sampling,
+            report=report,
+            **{name: options[name] for name in ("max_tokens", "seed", "raw")},
+        )
     runs: list[PromptRun] = []
     interrupted = False
     for i in range(len(prompts)):
@@ -177,72 +184,6 @@ def _generate(options: Mapping[str, Any]) -> None:
         raise SystemExit(130)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Comparison:
-    """A model, ready to decode the same prompts in every mode."""
-
-    loaded: LoadedModel
-    prompts: Sequence[Prompt]
-    prompt_token_ids: Sequence[Sequence[int]]
-    modes: Mapping[str, tuple[Generator, FlyConfig | None]]
-    max_model_len: int
-    arguments: Mapping[str, Any]
-
-    def run(self, i: int, report: Callable[[str, float], None]) -> tuple[PromptRun, bool]:
-        """Decodes a prompt in one mode after the other; also says whether the user interrupted it."""
-        from fly_jax.decode.report import PromptRun, token_pieces
-
-        prompt, token_ids = self.prompts[i], self.prompt_token_ids[i]
-        generations: dict[str, Generation] = {}
-        interrupted = False
-        try:
-            for mode, (generator, config) in self.modes.items():
-                on_tokens = functools.partial(self._report, report, f"generate: {prompt.name}, {mode}")
-                generations[mode] = generator.generate(token_ids, config=config, on_tokens=on_tokens, **self.arguments)
-        except KeyboardInterrupt:
-            interrupted = True
-        decode = self.loaded.tokenizer.decode
-        pieces = {mode: token_pieces(decode, each.token_ids) for mode, each in generations.items()}
-        return PromptRun(prompt.name, prompt.text, len(token_ids), generations, pieces), interrupted
-
-    def _report(self, report: Callable[[str, float], None], label: str, num_tokens: int) -> None:
-        report(label, num_tokens / self.arguments["max_tokens"])
-
-
-def _comparison(
-    options: Mapping[str, Any],
-    prompts: Sequence[Prompt],
-    sampling: SamplingParams,
-    config: FlyConfig,
-    report: Callable[[str, float], None],
-) -> _Comparison:
-    """Loads the models and compiles every step."""
-    from fly_jax.decode.generate import Generator
-    from fly_jax.decode.report import MODES
-
-    loaded = _load(options["model"], report)
-    drafter = _drafter(options, loaded, report)
-    token_ids = [_encode(loaded, prompt.text, raw=options["raw"]) for prompt in prompts]
-    needed = max(len(each) for each in token_ids) + options["max_tokens"]
-    max_model_len = min(-(-needed // 64) * 64, loaded.config.max_position_embeddings)
-    target_only = Generator(loaded.decoder, max_model_len=max_model_len)
-    speculative = Generator(loaded.decoder, drafter=drafter, max_model_len=max_model_len)
-    for each in token_ids:
-        speculative.check_prompt(each)
-    modes = dict(zip(MODES, ((target_only, None), (speculative, None), (speculative, config)), strict=True))
-    for i, (generator, mode_config) in enumerate(modes.values()):
-        report("compile", i / len(modes))
-        generator.warm_up(config=mode_config, sampling=sampling)
-    report("compile", 1.0)
-    arguments = {
-        "sampling": sampling,
-        "max_tokens": options["max_tokens"],
-        "eos_token_ids": loaded.tokenizer.eos_token_ids,
-        "seed": options["seed"],
-    }
-    return _Comparison(loaded, prompts, token_ids, modes, max_model_len, arguments)
-
-
 def _load(path: str | None, report: Callable[[str, float], None]) -> LoadedModel:
     from fly_jax.decode.checkpoint import load_model
 
@@ -251,12 +192,6 @@ def _load(path: str | None, report: Callable[[str, float], None]) -> LoadedModel
 
         path = str(default_model_path(progress=report))
     return load_model(path, progress=report)
-
-
-def _encode(loaded: LoadedModel, text: str, *, raw: bool) -> list[int]:
-    if not raw:
-        text = loaded.tokenizer.apply_chat_template([{"role": "user", "content": text}])
-    return loaded.tokenizer.encode(text)
 
 
 def _prompts(options: Mapping[str, Any]) -> list[Prompt]:
@@ -327,6 +262,6 @@ def _skip_layers(text: str | None) -> tuple[int, ...]:
         raise ModelError(f"--skip-layers must be layer numbers like 12,13,14, got {text!r}.") from None
 
 
-def _settings(options: Mapping[str, Any], comparison: _Comparison) -> dict[str, Any]:
+def _settings(options: Mapping[str, Any], comparison: Comparison) -> dict[str, Any]:
     """The options as given, the model by its own name."""
     return {**options, "model": comparison.loaded.name, "max_model_len": comparison.max_model_len}

@@ -1,8 +1,6 @@
 """What a comparison of decoding modes looks like: side by side on a terminal, and as one JSON document."""
 
 import contextlib
-import dataclasses
-import difflib
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
@@ -14,127 +12,13 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from fly_jax.decode.generate import Generation
-from fly_jax.metrics import AcceptanceCounts
-
-MODES = ("target-only", "standard", "fly")
-"""In the order in which they are run and shown."""
+from fly_jax.decode.comparison import MODES, Figures, PromptRun, figures, totals
 
 DEFERRED_STYLE = "bold black on yellow"
 LEGEND = (
     "«token» was kept by a deferral: the target would have chosen another one. "
     "differ: tokens to change to get target-only's text. tokens/s: of decoding, without prefill and compilation."
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class PromptRun:
-    """One prompt decoded in several modes.
-
-    Attributes:
-      name: a short label.
-      prompt: the text given to the model.
-      num_prompt_tokens: its length.
-      generations: by mode; fewer than `MODES` after an interrupt.
-      pieces: by mode, the text of each token.
-    """
-
-    name: str
-    prompt: str
-    num_prompt_tokens: int
-    generations: Mapping[str, Generation]
-    pieces: Mapping[str, Sequence[str]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Figures:
-    """What is measured of one mode, over any number of generations.
-
-    Attributes:
-      num_tokens: emitted.
-      num_cycles: target steps after prefill.
-      prefill_seconds: total.
-      decode_seconds: total.
-      num_differing: tokens to insert, delete or replace to get target-only's texts; None when these are not known.
-      num_deferred: tokens kept by a deferral.
-      counts: of the verified drafts, also past the end of a text.
-    """
-
-    num_tokens: int
-    num_cycles: int
-    prefill_seconds: float
-    decode_seconds: float
-    num_differing: int | None
-    num_deferred: int
-    counts: AcceptanceCounts
-
-    @property
-    def total_seconds(self) -> float:
-        """Prefill and decoding."""
-        return self.prefill_seconds + self.decode_seconds
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Of decoding."""
-        return self.num_tokens / self.decode_seconds if self.decode_seconds else 0.0
-
-    @property
-    def tokens_per_cycle(self) -> float:
-        """Emitted tokens a target step."""
-        return self.num_tokens / self.num_cycles if self.num_cycles else 0.0
-
-
-def figures(run: PromptRun, mode: str) -> Figures:
-    """The figures of one text."""
-    generation, reference = run.generations[mode], run.generations.get(MODES[0])
-    differing = None if reference is None else num_differing(generation.token_ids, reference.token_ids)
-    return Figures(
-        len(generation.token_ids),
-        generation.num_cycles,
-        generation.prefill_seconds,
-        generation.decode_seconds,
-        differing,
-        sum(generation.deferred),
-        generation.counts,
-    )
-
-
-def totals(runs: Sequence[PromptRun]) -> dict[str, Figures]:
-    """The figures of each mode over all prompts that were decoded in every mode."""
-    complete = [run for run in runs if all(mode in run.generations for mode in MODES)]
-    result = {}
-    for mode in MODES if complete else ():
-        parts = [figures(run, mode) for run in complete]
-        counts = parts[0].counts
-        for part in parts[1:]:
-            counts = counts + part.counts
-        result[mode] = Figures(
-            sum(part.num_tokens for part in parts),
-            sum(part.num_cycles for part in parts),
-            sum(part.prefill_seconds for part in parts),
-            sum(part.decode_seconds for part in parts),
-            sum(part.num_differing or 0 for part in parts),
-            sum(part.num_deferred for part in parts),
-            counts,
-        )
-    return result
-
-
-def num_differing(token_ids: Sequence[int], reference: Sequence[int]) -> int:
-    """How many tokens to insert, delete or replace to turn one text into the other."""
-    matcher = difflib.SequenceMatcher(None, list(token_ids), list(reference), autojunk=False)
-    return sum(max(i2 - i1, j2 - j1) for tag, i1, i2, j1, j2 in matcher.get_opcodes() if tag != "equal")
-
-
-def token_pieces(decode: Callable[[Sequence[int]], str], token_ids: Sequence[int]) -> list[str]:
-    """The text of each token; where several make up one character, the last of them has it."""
-    pieces, done = [], 0
-    for i in range(len(token_ids)):
-        text = decode(token_ids[: i + 1])
-        incomplete = text.endswith("\N{REPLACEMENT CHARACTER}") and i + 1 < len(token_ids)
-        pieces.append("" if incomplete else text[done:])
-        done = done if incomplete else len(text)
-    return pieces
 
 
 def marked_text(pieces: Sequence[str], deferred: Sequence[bool]) -> Text:

@@ -10,10 +10,10 @@ import pytest
 import tiny_models
 
 from fly_jax import FlyConfig, cli
+from fly_jax.decode.comparison import num_differing, token_pieces
 from fly_jax.decode.decoder_config import DecoderConfig
 from fly_jax.decode.drafters import LayerSkip, SamplingParams
 from fly_jax.decode.generate import Generation, Generator
-from fly_jax.decode.report import num_differing, token_pieces
 from fly_jax.metrics import AcceptanceCounts
 
 PROMPT = "hello world, hello 123 hello world, hello 123 hello"

@@ -278,7 +278,9 @@ def verify(request):
             may_defer[i] = row.raw[d] > -np.inf
             continue
         margins.append(row.margin)
-        u = F32(philox_uniform(request.seed, int(request.positions[i])) if request.uniform is None else request.uniform[i])
+        u = F32(
+            philox_uniform(request.seed, int(request.positions[i])) if request.uniform is None else request.uniform[i]
+        )
         p, log_p, slack = row.p[d], row.log_p[d], row.slack
         log_q = 0.0
         if one_hot:

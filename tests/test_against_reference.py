@@ -41,18 +41,44 @@ MODES = [
     Mode("greedy, f16, window as long as the draft", 17, 3, 3, 1, "float16"),
     Mode("greedy, one draft, k above V", 5, 1, 1, 9),
     Mode("target-only, masks", 17, 4, 1, noise="uniform", masks=True),
-    Mode("target-only, bf16, masks, vocab_size", 300, 6, 2, 5, "bfloat16", noise="uniform", masks=True, vocab_size=True),
+    Mode(
+        "target-only, bf16, masks, vocab_size", 300, 6, 2, 5, "bfloat16", noise="uniform", masks=True, vocab_size=True
+    ),
     Mode("target-only, f16, standard, Gumbel", 130, 3, None, dtype="float16", noise="gumbel"),
     Mode("target-only, vLLM V2's noise", 17, 4, 1, noise="v2", masks=True),
     Mode("draft probabilities, masks", 17, 4, 1, drafts="probs", noise="uniform", masks=True),
     Mode("draft probabilities, bf16, Gumbel", 130, 6, 2, 130, "bfloat16", "probs", noise="gumbel", masks=True),
     Mode("draft probabilities, standard, short drafts vocabulary", 17, 3, None, 3, "float32", "probs", 13, "uniform"),
     Mode("draft logits, masks", 17, 4, 1, drafts="logits", noise="uniform", masks=True),
-    Mode("draft logits, f16, long draft vocabulary, vocab_size", 17, 4, 1, 3, "float16", "logits", 23, "gumbel", False, True),
-    Mode("draft logits, short draft vocabulary, own temperature", 140, 4, 1, 3, "float32", "logits", 131, "uniform",
-         draft_temperature=True),
-    Mode("draft logits, vLLM V2's noise, own temperature", 17, 4, 1, drafts="logits", noise="v2", draft_temperature=True),
-]  # fmt: skip
+    Mode(
+        "draft logits, f16, long draft vocabulary, vocab_size",
+        17,
+        4,
+        1,
+        3,
+        "float16",
+        "logits",
+        23,
+        "gumbel",
+        False,
+        True,
+    ),
+    Mode(
+        "draft logits, short draft vocabulary, own temperature",
+        140,
+        4,
+        1,
+        3,
+        "float32",
+        "logits",
+        131,
+        "uniform",
+        draft_temperature=True,
+    ),
+    Mode(
+        "draft logits, vLLM V2's noise, own temperature", 17, 4, 1, drafts="logits", noise="v2", draft_temperature=True
+    ),
+]
 
 temperatures = st.sampled_from([1.0, 0.5, 2.0, 0.0, 1e-5, 9e-6, 0.01, 100.0, -1.0, np.inf, np.nan]) | st.floats(0.1, 3)
 thresholds = st.sampled_from([0.0, 0.0, 0.3, 1.0, np.inf, np.nan]) | st.floats(0, 2)
@@ -94,7 +120,9 @@ def calls(draw, mode):
     call = {
         "target_logits": logits,
         "draft_token_ids": draft_token_ids,
-        "num_draft_tokens": np.array(draw(per_request(st.sampled_from([K, K, K, K + 3, -2]) | st.integers(0, K))), np.int32),
+        "num_draft_tokens": np.array(
+            draw(per_request(st.sampled_from([K, K, K, K + 3, -2]) | st.integers(0, K))), np.int32
+        ),
         "config": None,
     }
     if mode.window is not None:
@@ -113,7 +141,9 @@ def calls(draw, mode):
     if mode.drafts != "one-hot":
         draft = np.zeros((B, K, Vd), np.float32)
         shared = min(V, Vd)
-        draft[..., :shared] = np.nan_to_num(logits[:, :K, :shared].astype(np.float32), posinf=9, neginf=-9).clip(-30, 30)
+        draft[..., :shared] = np.nan_to_num(logits[:, :K, :shared].astype(np.float32), posinf=9, neginf=-9).clip(
+            -30, 30
+        )
         draft += rng.normal(0, draw(st.sampled_from([0.5, 2.0])), draft.shape).astype(np.float32)
         odd = odd_logits
         if mode.drafts == "probs":
@@ -263,7 +293,7 @@ def test_long_rows(vocab, sampling, dtype):
         reference.compare(result, expected, b)
 
 
-@pytest.mark.parametrize("batch, num_drafts", [(0, 3), (3, 0), (0, 0)])
+@pytest.mark.parametrize(("batch", "num_drafts"), [(0, 3), (3, 0), (0, 0)])
 @pytest.mark.parametrize("sampling", [False, True], ids=["greedy", "sampling"])
 def test_nothing_to_verify(batch, num_drafts, sampling):
     rng = np.random.default_rng(0)

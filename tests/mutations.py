@@ -1,0 +1,164 @@
+"""Deliberate mistakes in acceptance, deferral and emission, each of which the suite must notice.
+
+`python tests/mutations.py` runs them all; `test_mutations.py` does the same under pytest.
+"""
+
+import dataclasses
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutation:
+    """`old` occurs once in `file` of the package and becomes `new`; then `test` must fail."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    test: str
+
+
+MUTATIONS = [
+    Mutation(
+        "u = 0 accepts a probability of 0",
+        "acceptance.py",
+        "deferrable & (p > 0) & (ratio >= uniform)",
+        "deferrable & (ratio >= uniform)",
+        "test_properties.py::test_zero_uniform_does_not_accept_an_excluded_token",
+    ),
+    Mutation(
+        "p equal to u is rejected",
+        "acceptance.py",
+        "ratio >= uniform",
+        "ratio > uniform",
+        "test_properties.py::test_float64_uniforms_are_rounded_up",
+    ),
+    Mutation(
+        "q is ignored",
+        "acceptance.py",
+        "jnp.where(one_hot, p, p / q)",
+        "jnp.where(one_hot, p, p)",
+        "test_distributions.py::test_standard_verification_emits_the_target_distribution[probs-plain]",
+    ),
+    Mutation(
+        "q = 0 is accepted",
+        "acceptance.py",
+        "(q >= processing.TINY)",
+        "(q >= 0)",
+        "test_properties.py::test_a_draft_the_draft_model_excludes_is_never_kept",
+    ),
+    Mutation(
+        "what the target excludes may be kept",
+        "acceptance.py",
+        "proposed & ~target.excludes(rows, scaled)",
+        "proposed",
+        "test_properties.py::test_masked_tokens_are_never_accepted_or_deferred_to",
+    ),
+    Mutation(
+        "one rejection in the window is overlooked",
+        "deferral.py",
+        "== window_size\n",
+        ">= window_size - 1\n",
+        "test_properties.py::test_example_emits_one_token_otherwise",
+    ),
+    Mutation(
+        "the gate is open below the threshold",
+        "deferral.py",
+        "(entropy >= threshold[:, None])",
+        "(entropy <= threshold[:, None])",
+        "test_properties.py::test_example_defers_and_emits_four_tokens",
+    ),
+    Mutation(
+        "what may not be deferred is",
+        "deferral.py",
+        "        & native.deferrable\n",
+        "",
+        "test_properties.py::test_placeholders_are_never_kept_or_read",
+    ),
+    Mutation(
+        "too few rows are looked at",
+        "deferral.py",
+        "num_positions // (window_size + 1)",
+        "num_positions // (window_size + 2)",
+        "test_against_reference.py::test_fly_verify_matches[greedy]",
+    ),
+    Mutation(
+        "a token is removed from the bonus row",
+        "emission.py",
+        "rejected[:, None] & (columns == rejected_id[:, None])",
+        "columns == rejected_id[:, None]",
+        "test_properties.py::test_standard_verification_of_nothing_drafted_is_plain_sampling",
+    ),
+    Mutation(
+        "the residual is p",
+        "emission.py",
+        "difference = p - q",
+        "difference = p + 0.0 * q",
+        "test_distributions.py::test_standard_verification_emits_the_target_distribution[probs-plain]",
+    ),
+    Mutation(
+        "an invalid row is not noticed",
+        "emission.py",
+        "invalid = ~target.valid[rows]",
+        "invalid = target.valid[rows] & False",
+        "test_properties.py::test_invalid_row_gives_a_token_and_a_flag",
+    ),
+]
+
+
+def copy_package(folder):
+    """A copy of the package and its tests that is imported instead of the installed one."""
+    shutil.copytree(ROOT / "fly_jax", folder / "fly_jax", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "tests", folder / "tests", ignore=shutil.ignore_patterns("__pycache__", "data"))
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    found = _python(folder, "-c", "import fly_jax; print(fly_jax.__file__)").stdout.strip()
+    if pathlib.Path(found).parent != folder / "fly_jax":
+        raise RuntimeError(f"the copy is not what is imported: {found}")
+
+
+def apply(mutation, folder):
+    """Edits the copy; an `old` that is missing or ambiguous is an error, not a mutation that survives."""
+    path = folder / "fly_jax" / mutation.file
+    text = path.read_text()
+    if text.count(mutation.old) != 1:
+        raise RuntimeError(f"{mutation.file} has {text.count(mutation.old)} of {mutation.old!r}, not one")
+    path.write_text(text.replace(mutation.old, mutation.new))
+
+
+def run(folder, tests):
+    """pytest's exit status: 0 all passed, 1 some failed; anything else says that nothing was tested."""
+    done = _python(folder, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *[f"tests/{test}" for test in tests])
+    if done.returncode not in (0, 1):
+        raise RuntimeError(f"pytest could not run:\n{done.stdout}\n{done.stderr}")
+    return done.returncode
+
+
+def _python(folder, *arguments):
+    env = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=folder, env=env, capture_output=True, text=True, check=False
+    )
+
+
+def main():
+    survivors = 0
+    for mutation in MUTATIONS:
+        with tempfile.TemporaryDirectory() as name:
+            folder = pathlib.Path(name).resolve()
+            copy_package(folder)
+            apply(mutation, folder)
+            caught = run(folder, [mutation.test]) == 1
+        survivors += not caught
+        print(f"{'caught' if caught else 'SURVIVED'}: {mutation.file}: {mutation.name}", flush=True)
+    return survivors
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -30,14 +30,14 @@ def accept(inputs: Inputs, target: TargetScores, draft: DraftDistribution | None
     """
     rows = inputs.row_index[:, :-1]
     proposed = inputs.draft_in_vocab & target.valid[rows]
-    scaled = target.scaled(rows, inputs.draft_token_ids)
-    deferrable = proposed & ~target.excludes(rows, scaled)
+    logits = target.token_logits(rows, inputs.draft_token_ids)
+    deferrable = proposed & ~target.excludes(rows, logits)
     greedy_accepted = inputs.draft_token_ids == target.statistics.argmax[rows]
-    if uniform is None or target.logsumexp is None:
+    if uniform is None or target.softmax is None:
         return Acceptance(proposed & greedy_accepted, deferrable)
 
     greedy = inputs.greedy[:, None]
-    p = processing.probability(scaled - target.logsumexp[rows])
+    p = processing.probability(target.softmax.log_probability(rows, logits))
     ratio = p
     if draft is not None:
         one_hot = draft.one_hot[:, None]

@@ -83,19 +83,17 @@ def _entropies(target: TargetScores, rows: Array, wanted: Array, top_k: int) -> 
 def _entropy(target: TargetScores, rows: Array, top_k: int) -> Array:
     """Section 2: H in nats over the top k of the full softmax, not renormalised; `[R]` float32 for rows `[R]`."""
     logits = kernels.gather_rows(target.logits, rows)
-    block_max = target.statistics.block_max[rows]
-    values = kernels.top_values(logits, block_max, top_k, vocab_size=target.vocab_size)
     row_max = target.statistics.max[rows]
-    if target.logsumexp is None or target.divisor is None:
-        logsumexp = kernels.row_logsumexp(
-            logits, jnp.where(jnp.isfinite(row_max), row_max, 0.0), vocab_size=target.vocab_size
-        )
+    defined = jnp.isfinite(row_max)
+    values = kernels.top_values(logits, target.statistics.block_max[rows], top_k, vocab_size=target.vocab_size)
+    if target.softmax is None:
+        row_max = jnp.where(defined, row_max, 0.0)
+        mass = kernels.row_mass(logits, row_max, vocab_size=target.vocab_size)
+        log_probability = (values - row_max[:, None]) - jnp.log(mass)[:, None]
     else:
-        values = kernels.scale(values, target.divisor[rows])
-        if target.cutoff is not None:
-            values = jnp.where(values >= target.cutoff[rows][:, None], values, -jnp.inf)
-        logsumexp = target.logsumexp[rows]
-    log_probability = values - logsumexp[:, None]
+        log_probability = target.softmax.log_probability(rows, values)
+        if target.threshold is not None:
+            log_probability = jnp.where(values < target.threshold[rows][:, None], -jnp.inf, log_probability)
     p = processing.probability(log_probability)
     entropy = -jnp.sum(jnp.where(p > 0, p * log_probability, 0.0), axis=1)
-    return jnp.where(jnp.isfinite(row_max), entropy, jnp.nan)
+    return jnp.where(defined, entropy, jnp.nan)

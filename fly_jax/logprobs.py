@@ -55,9 +55,10 @@ def emitted_logprobs(
     params = check_sampling_params(0.0 if temperature is None else temperature, top_k, top_p, min_p, num_requests)
     params = jax.tree.map(lambda values: jnp.repeat(values, num_rows, total_repeat_length=len(logits)), params)
     target = score_rows(logits, params, vocab_size=check_vocab_size(vocab_size, num_columns))
-    assert target.logsumexp is not None
     rows = jnp.arange(len(logits), dtype=jnp.int32).reshape(num_requests, num_rows)
     emitted = verification.token_ids >= 0
-    scaled = target.scaled(rows, jnp.where(emitted, verification.token_ids, 0))
-    log_probability = jnp.where(target.excludes(rows, scaled), -jnp.inf, scaled - target.logsumexp[rows])
+    assert target.softmax is not None
+    logits = target.token_logits(rows, jnp.where(emitted, verification.token_ids, 0))
+    log_probability = target.softmax.log_probability(rows, logits)
+    log_probability = jnp.where(target.excludes(rows, logits), -jnp.inf, log_probability)
     return jnp.where(emitted & target.valid[rows], log_probability, jnp.nan)

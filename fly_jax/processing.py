@@ -1,7 +1,7 @@
-"""Temperature, min-p, top-k and top-p as two numbers a row: a divisor and a cut-off on the scaled logits.
+"""Temperature, min-p, top-k and top-p as two numbers a row: a scale, and a threshold on the logits.
 
-A processed copy of the logits is never built: the processed value of a column is `logits / divisor` where that is at
-or above the cut-off, and -inf elsewhere. All ties at a cut-off are kept.
+A processed copy of the logits is never built: the processed value of a column is `logit / temperature` where the logit
+is at or above the threshold, and -inf elsewhere. All ties at a cut-off are kept, also those that the division makes.
 """
 
 import dataclasses
@@ -55,69 +55,93 @@ def divisor(temperature: Array) -> Array:
     return jnp.where(is_greedy(temperature), 1.0, jnp.minimum(temperature, _MAX))
 
 
+def scale(divisor: Array) -> Array:
+    """One over the divisor, and never 0, so that -inf stays what it is."""
+    return jnp.maximum(1.0 / divisor, TINY)
+
+
 def probability(log_probability: Array) -> Array:
     """`exp`, with what is below float32's smallest normal number as 0, on every backend; NaN stays NaN."""
     return jnp.where(log_probability < _LOG_TINY, 0.0, jnp.exp(log_probability))
 
 
-def cutoffs(
+def divide(values: Array, divisor: Array) -> Array:
+    """The correctly rounded quotient of float32 arrays of one shape, on every backend.
+
+    XLA turns a division by a broadcast into a product with the reciprocal, which rounds differently; it cannot see that
+    this is one.
+    """
+    return values / jnp.where(jnp.isnan(values), 1.0, divisor)
+
+
+def thresholds(
     logits: Array, row_max: Array, row_divisor: Array, params: SamplingParams, *, vocab_size: Array | None = None
 ) -> Array | None:
-    """The smallest scaled logit that min-p, top-k and top-p keep, applied in this order.
+    """The smallest logit of each row that min-p, top-k and top-p keep, applied in this order.
 
     Args:
       logits: `[N, V]` float32, bfloat16 or float16.
-      row_max: `[N]` float32, the scaled maximum of each row (any finite number where there is none).
-      row_divisor: `[N]` float32.
+      row_max: `[N]` float32, the maximum of each row (any finite number where there is none).
+      row_divisor: `[N]` float32, the temperature to divide by.
       params: per row, `[N]`; a greedy row is not masked.
       vocab_size: int32 scalar; columns at or beyond it are not there.
 
     Returns:
-      `[N]` float32, at most `row_max`; -inf where nothing is masked. None where nothing masks any row.
+      `[N]` float32 on the logits as they are, at most `row_max`; -inf where nothing is masked. None where no row is.
     """
     if params.top_k is None and params.top_p is None and params.min_p is None:
         return None
     assert params.temperature is not None
     active = ~is_greedy(params.temperature)
-    cutoff = jnp.full_like(row_max, -jnp.inf)
+    threshold = jnp.full_like(row_max, -jnp.inf)
     if params.min_p is not None:
-        on = active & (params.min_p > 0)
-        cutoff = jnp.where(on, row_max + jnp.log(jnp.clip(params.min_p, TINY, 1.0)), cutoff)
+        cutoff = divide(row_max, row_divisor) + jnp.log(jnp.clip(params.min_p, TINY, 1.0))
+        least = _least_logit(cutoff, row_max, row_divisor)
+        threshold = jnp.where(active & (params.min_p > 0), least, threshold)
     if params.top_k is not None:
         on = active & (params.top_k > 0) & (params.top_k < logits.shape[1])
-        kth = _top_k_cutoff(logits, row_max, row_divisor, jnp.where(on, params.top_k, 1), vocab_size)
-        cutoff = jnp.where(on, jnp.maximum(cutoff, kth), cutoff)
+        kth = _kth_largest(logits, row_max, jnp.where(on, params.top_k, 1), vocab_size)
+        least = _least_logit(divide(kth, row_divisor), row_max, row_divisor)
+        threshold = jnp.where(on, jnp.maximum(threshold, least), threshold)
     if params.top_p is not None:
-        on = active & (params.top_p < 1)
-        nucleus = _top_p_cutoff(logits, row_max, row_divisor, cutoff, params.top_p, vocab_size)
-        cutoff = jnp.where(on, jnp.maximum(cutoff, nucleus), cutoff)
-    return jnp.minimum(cutoff, row_max)
+        last = _last_of_nucleus(logits, row_max, row_divisor, threshold, params.top_p, vocab_size)
+        least = _least_logit(divide(last, row_divisor), row_max, row_divisor)
+        threshold = jnp.where(active & (params.top_p < 1), jnp.maximum(threshold, least), threshold)
+    return threshold
 
 
-def _top_k_cutoff(logits: Array, row_max: Array, row_divisor: Array, top_k: Array, vocab_size: Array | None) -> Array:
-    scaled = kernels.scale(kernels.mask_columns(logits, vocab_size), row_divisor)
+def _least_logit(cutoff: Array, row_max: Array, row_divisor: Array) -> Array:
+    """The smallest logit whose quotient reaches the cut-off; `row_max` is known to."""
+    return -_largest_passing(
+        lambda negated: divide(-negated, row_divisor) >= cutoff, -row_max, jnp.full_like(cutoff, _MAX)
+    )
 
-    def enough(cutoff: Array) -> Array:
+
+def _kth_largest(logits: Array, row_max: Array, k: Array, vocab_size: Array | None) -> Array:
+    values = kernels.mask_columns(logits, vocab_size)
+
+    def enough(threshold: Array) -> Array:
         # Sums over blocks: float32 counts are exact below 2**24.
-        kept = kernels.block_sums((scaled >= cutoff[:, None]).astype(jnp.float32))
-        return jnp.sum(kept, axis=1) >= top_k.astype(jnp.float32)
+        kept = kernels.block_sums((values >= threshold[:, None]).astype(jnp.float32))
+        return jnp.sum(kept, axis=1) >= k.astype(jnp.float32)
 
-    lowest = jnp.full_like(row_max, -_MAX)
-    return _largest_passing(enough, lowest, row_max)
+    return _largest_passing(enough, jnp.full_like(row_max, -_MAX), row_max)
 
 
-def _top_p_cutoff(
-    logits: Array, row_max: Array, row_divisor: Array, cutoff: Array, top_p: Array, vocab_size: Array | None
+def _last_of_nucleus(
+    logits: Array, row_max: Array, row_divisor: Array, threshold: Array, top_p: Array, vocab_size: Array | None
 ) -> Array:
-    def mass(cutoff: Array) -> Array:
-        return kernels.row_mass(logits, row_max, divisor=row_divisor, cutoff=cutoff, vocab_size=vocab_size)
+    """The smallest kept logit: the mass strictly above it is below `top_p` of the mass kept so far."""
 
-    wanted = top_p * mass(cutoff)
+    def mass(threshold: Array) -> Array:
+        return kernels.row_mass(logits, row_max, scale=scale(row_divisor), threshold=threshold, vocab_size=vocab_size)
+
+    wanted = top_p * mass(threshold)
     # Below this the probability relative to the maximum's is 0 in float32.
-    lowest = jnp.maximum(cutoff, jnp.maximum(row_max + _LOG_TINY, -_MAX))
-    nucleus = _largest_passing(lambda cutoff: mass(cutoff) >= wanted, lowest, row_max)
+    lowest = jnp.maximum(threshold, jnp.maximum(row_max + _LOG_TINY * row_divisor, -_MAX))
+    last = _largest_passing(lambda threshold: mass(threshold) >= wanted, lowest, row_max)
     # Where even everything falls short of the mass by rounding, nothing is cut.
-    return jnp.where(mass(nucleus) >= wanted, nucleus, cutoff)
+    return jnp.where(mass(last) >= wanted, last, threshold)
 
 
 def _largest_passing(passes: Callable[[Array], Array], lowest: Array, highest: Array) -> Array:

@@ -11,9 +11,32 @@ from fly_jax import kernels, processing
 from fly_jax.inputs import Inputs
 
 
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["row_max", "scale", "log_mass"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class Softmax:
+    """What turns logits of `N` rows into probabilities.
+
+    Attributes:
+      row_max: `[N]` float32; 0 where a row has no finite maximum.
+      scale: `[N]` float32, one over the temperature.
+      log_mass: `[N]` float32, the log of the mass relative to the maximum; NaN or infinite in a row that is no
+        distribution.
+    """
+
+    row_max: Array
+    scale: Array
+    log_mass: Array
+
+    def log_probability(self, rows: Array, logits: Array) -> Array:
+        """Log-probabilities of float32 `logits` of `rows`: of the same shape, or with one more axis."""
+        shape = rows.shape + (1,) * (logits.ndim - rows.ndim)
+        row_max, scale, log_mass = (each[rows].reshape(shape) for each in (self.row_max, self.scale, self.log_mass))
+        return (logits - row_max) * scale - log_mass
+
+
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["logits", "vocab_size", "statistics", "valid", "divisor", "cutoff", "logsumexp"],
+    data_fields=["logits", "vocab_size", "statistics", "valid", "softmax", "threshold"],
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
@@ -21,41 +44,37 @@ class TargetScores:
     """The target's rows, scored.
 
     Attributes:
-      logits: `[N, V]`, unscaled.
+      logits: `[N, V]`, as given.
       vocab_size: int32 scalar or None.
-      statistics: of the unscaled rows.
+      statistics: of the rows as given.
       valid: `[N]` bool: the row is a distribution, or one a greedy request can take its argmax from (section 6).
-      divisor: `[N]` float32; None when every request is greedy, and so the next two.
-      cutoff: `[N]` float32 on the scaled logits; None when nothing is masked.
-      logsumexp: `[N]` float32 of the processed rows.
+      softmax: of the processed rows; None when every request is greedy.
+      threshold: `[N]` float32, the smallest logit the masks keep; None when nothing is masked.
     """
 
     logits: Array
     vocab_size: Array | None
     statistics: kernels.RowStatistics
     valid: Array
-    divisor: Array | None = None
-    cutoff: Array | None = None
-    logsumexp: Array | None = None
+    softmax: Softmax | None = None
+    threshold: Array | None = None
 
-    def scaled(self, rows: Array, token_ids: Array) -> Array:
-        """Scaled logits of `token_ids` in `rows`, both of one shape and in range; float32."""
-        divisor = None if self.divisor is None else self.divisor[rows]
-        return kernels.scale(kernels.gather_elements(self.logits, rows, token_ids), divisor)
+    def token_logits(self, rows: Array, token_ids: Array) -> Array:
+        """Float32 logits of `token_ids` in `rows`, both of one shape and in range."""
+        return kernels.gather_elements(self.logits, rows, token_ids)
 
-    def excludes(self, rows: Array, scaled: Array) -> Array:
-        """Whether the target excludes a token with this scaled logit: its processed logit is -inf, or NaN."""
-        excluded = ~(scaled > -jnp.inf)
-        return excluded if self.cutoff is None else excluded | ~(scaled >= self.cutoff[rows])
+    def excludes(self, rows: Array, logits: Array) -> Array:
+        """Whether the processed logit of a token with this logit is -inf: given so, masked, or by overflow."""
+        processed = logits if self.softmax is None else logits * self.softmax.scale[rows]
+        excluded = ~(processed > -jnp.inf)
+        return excluded if self.threshold is None else excluded | (logits < self.threshold[rows])
 
     def probabilities(self, rows: Array) -> Array:
         """`[R, V]` float32 processed probabilities of `rows` `[R]`; only where something samples."""
-        assert self.divisor is not None
-        assert self.logsumexp is not None
+        assert self.softmax is not None
         logits = kernels.mask_columns(kernels.gather_rows(self.logits, rows), self.vocab_size)
-        scaled = kernels.scale(logits, self.divisor[rows])
-        p = processing.probability(scaled - self.logsumexp[rows][:, None])
-        return p if self.cutoff is None else jnp.where(scaled >= self.cutoff[rows][:, None], p, 0.0)
+        p = processing.probability(self.softmax.log_probability(rows, logits))
+        return p if self.threshold is None else jnp.where(logits < self.threshold[rows][:, None], 0.0, p)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,35 +85,35 @@ class DraftDistribution:
       values: `[M, Vd]` probabilities, or logits.
       row_index: `[B, K]` int32.
       one_hot: `[B]` bool: the request's drafts were greedy, so that q is one-hot whatever the array says.
-      divisor: `[M]` float32, and `logsumexp` `[M]` float32: only for logits.
+      vocab_size: int32 scalar or None.
+      softmax: of the draft's rows, for logits; None for probabilities.
     """
 
     values: Array
     row_index: Array
     one_hot: Array
     vocab_size: Array | None
-    divisor: Array | None = None
-    logsumexp: Array | None = None
+    softmax: Softmax | None = None
 
     def token_probability(self, token_ids: Array) -> Array:
         """`[B, K]` float32 q of `token_ids` `[B, K]`, in range; may be NaN."""
         values = kernels.gather_elements(self.values, self.row_index, token_ids)
-        if self.divisor is None or self.logsumexp is None:
-            return values
-        scaled = kernels.scale(values, self.divisor[self.row_index])
-        return processing.probability(scaled - self.logsumexp[self.row_index])
+        return self._processed(self.row_index, values)
 
     def probabilities(self, position: Array, num_columns: int) -> Array:
         """`[B, num_columns]` float32 q at `position` `[B]` of each request."""
         rows = jnp.take_along_axis(self.row_index, position[:, None], axis=1)[:, 0]
-        q = kernels.gather_rows(self.values, rows)
-        if self.divisor is not None and self.logsumexp is not None:
-            q = processing.probability(kernels.scale(q, self.divisor[rows]) - self.logsumexp[rows][:, None])
+        q = self._processed(rows, kernels.gather_rows(self.values, rows))
         missing = num_columns - q.shape[1]
         q = jnp.pad(q, ((0, 0), (0, missing))) if missing > 0 else q[:, :num_columns]
         if self.vocab_size is None:
             return q
         return jnp.where(jnp.arange(num_columns, dtype=jnp.int32)[None] < self.vocab_size, q, 0.0)
+
+    def _processed(self, rows: Array, values: Array) -> Array:
+        if self.softmax is None:
+            return values
+        return processing.probability(self.softmax.log_probability(rows, values))
 
 
 def score_target(inputs: Inputs) -> TargetScores:
@@ -111,18 +130,18 @@ def score_target(inputs: Inputs) -> TargetScores:
 
 @jax.jit
 def score_rows(logits: Array, params: processing.SamplingParams, *, vocab_size: Array | None = None) -> TargetScores:
-    """Scores `[N, V]` logits under parameters of `[N]` rows; the logsumexp only when something may sample."""
+    """Scores `[N, V]` logits under parameters of `[N]` rows; its mass only when something may sample."""
     statistics = kernels.row_statistics(logits, vocab_size=vocab_size)
     valid = ~statistics.has_nan & (statistics.max > -jnp.inf)
     if params.temperature is None:
         return TargetScores(logits, vocab_size, statistics, valid)
     divisor = processing.divisor(params.temperature)
-    usable = valid & jnp.isfinite(kernels.scale(statistics.max, divisor))
+    usable = valid & jnp.isfinite(processing.divide(statistics.max, divisor))
     row_max = jnp.where(usable, statistics.max, 0.0)
-    cutoff = processing.cutoffs(logits, kernels.scale(row_max, divisor), divisor, params, vocab_size=vocab_size)
-    logsumexp = kernels.row_logsumexp(logits, row_max, divisor=divisor, cutoff=cutoff, vocab_size=vocab_size)
+    threshold = processing.thresholds(logits, row_max, divisor, params, vocab_size=vocab_size)
+    softmax = _softmax(logits, row_max, processing.scale(divisor), threshold, vocab_size)
     valid = jnp.where(processing.is_greedy(params.temperature), valid, usable)
-    return TargetScores(logits, vocab_size, statistics, valid, divisor, cutoff, logsumexp)
+    return TargetScores(logits, vocab_size, statistics, valid, softmax, threshold)
 
 
 def score_draft(inputs: Inputs) -> DraftDistribution | None:
@@ -139,10 +158,15 @@ def score_draft(inputs: Inputs) -> DraftDistribution | None:
     drafted = position < inputs.num_draft_tokens[:, None]
     divisor = _per_row(temperature, draft.row_index, drafted, 1.0, draft.values.shape[0])
     row_max = kernels.row_statistics(draft.values, vocab_size=inputs.vocab_size).max
-    row_max = jnp.where(jnp.isfinite(kernels.scale(row_max, divisor)), row_max, 0.0)
-    logsumexp = kernels.row_logsumexp(draft.values, row_max, divisor=divisor, vocab_size=inputs.vocab_size)
+    row_max = jnp.where(jnp.isfinite(row_max), row_max, 0.0)
+    softmax = _softmax(draft.values, row_max, processing.scale(divisor), None, inputs.vocab_size)
     one_hot = processing.is_greedy(inputs.draft_temperature)
-    return DraftDistribution(draft.values, draft.row_index, one_hot, inputs.vocab_size, divisor, logsumexp)
+    return DraftDistribution(draft.values, draft.row_index, one_hot, inputs.vocab_size, softmax)
+
+
+def _softmax(logits: Array, row_max: Array, scale: Array, threshold: Array | None, vocab_size: Array | None) -> Softmax:
+    mass = kernels.row_mass(logits, row_max, scale=scale, threshold=threshold, vocab_size=vocab_size)
+    return Softmax(row_max, scale, jnp.log(mass))
 
 
 def _per_row(values: Array, rows: Array, live: Array, fill: float, num_rows: int) -> Array:

@@ -77,8 +77,9 @@ def fly_verify(
     """Verifies draft tokens against the target's logits; with a config, keeps some the target would reject.
 
     FLy is lossy: it does not preserve the target distribution, and calling with a config is opting in. With
-    `config=None` this is standard verification, which emits exactly the target distribution, up to the float32 grid of
-    its uniforms and sums: about 1e-7 in total variation per token.
+    `config=None` this is standard verification, which emits the target distribution, up to the float32 grid of its
+    uniforms and sums: about 1e-7 for an acceptance and for the probability of a token, and in total variation at most
+    `(min(V, 128) + V / 128) * 2**-24` a token (1e-6 at V = 16, 8e-5 at V = 150,000).
 
     `jax.jit(fly_verify)` needs no static arguments; vmap, scan, while_loop and shard_map over requests work as well.
     In the shapes `B` is the number of requests, `K` the most draft tokens of one, `V` the vocabulary. Values that live

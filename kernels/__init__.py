@@ -8,10 +8,8 @@ from .xla import (
     gather_elements,
     gather_rows,
     mask_columns,
-    row_logsumexp,
     row_mass,
     row_statistics,
-    scale,
     top_values,
 )
 
@@ -23,9 +21,7 @@ __all__ = [
     "gather_elements",
     "gather_rows",
     "mask_columns",
-    "row_logsumexp",
     "row_mass",
     "row_statistics",
-    "scale",
     "top_values",
 ]

@@ -52,46 +52,38 @@ def row_statistics(logits: Array, *, vocab_size: Array | None = None) -> RowStat
     """
     block_max = _block_max(logits, vocab_size)
     argmax, row_max = _argmax_from_blocks(logits, block_max, vocab_size)
-    return RowStatistics(argmax, row_max, block_max, _has_nan(logits, row_max, vocab_size))
+    return RowStatistics(argmax, row_max, block_max, _has_nan(logits, block_max, vocab_size))
 
 
-def row_logsumexp(
+def row_mass(
     logits: Array,
     row_max: Array,
     *,
-    divisor: Array | None = None,
-    cutoff: Array | None = None,
+    scale: Array | None = None,
+    threshold: Array | None = None,
     vocab_size: Array | None = None,
 ) -> Array:
-    """Natural log of the sum of exponentials of each scaled row, over the columns a cut-off keeps.
+    """The mass of each row relative to its maximum: the sum of `exp((logits - row_max) * scale)` over kept columns.
+
+    A log-probability is then `(logit - row_max) * scale - log(mass)`, which stays precise for large logits and low
+    temperatures.
 
     Args:
       logits: `[N, V]` float32, bfloat16 or float16.
-      row_max: `[N]` float32, the finite maximum of each unscaled row (any finite number where there is none).
-      divisor: `[N]` float32, what the logits are divided by (the temperature); None is 1.
-      cutoff: `[N]` float32; scaled logits below it are left out.
+      row_max: `[N]` float32, the maximum of each row (any finite number where there is none).
+      scale: `[N]` float32, one over the temperature; None is 1.
+      threshold: `[N]` float32; logits below it are left out.
       vocab_size: int32 scalar; columns at or beyond it are left out.
 
     Returns:
       `[N]` float32; NaN for a row with a NaN.
     """
-    shift = scale(row_max, divisor)
-    return shift + jnp.log(row_mass(logits, shift, divisor=divisor, cutoff=cutoff, vocab_size=vocab_size))
-
-
-def row_mass(
-    logits: Array,
-    shift: Array,
-    *,
-    divisor: Array | None = None,
-    cutoff: Array | None = None,
-    vocab_size: Array | None = None,
-) -> Array:
-    """`[N]` float32 sums of `exp(logits / divisor - shift)` over the columns at or above the cut-off."""
-    scaled = scale(mask_columns(logits, vocab_size), divisor)
-    mass = jnp.exp(scaled - shift[:, None])
-    if cutoff is not None:
-        mass = jnp.where(scaled >= cutoff[:, None], mass, 0.0)
+    # The barrier keeps XLA from sharing one float32 copy of 16-bit logits between the passes over them.
+    values = mask_columns(lax.optimization_barrier(logits), vocab_size)
+    exponent = values - row_max[:, None]
+    mass = jnp.exp(exponent if scale is None else exponent * scale[:, None])
+    if threshold is not None:
+        mass = jnp.where(values < threshold[:, None], 0.0, mass)
     return lax.optimization_barrier(jnp.sum(block_sums(mass), axis=1))
 
 
@@ -128,18 +120,6 @@ def gather_rows(values: Array, rows: Array) -> Array:
 def gather_elements(values: Array, rows: Array, columns: Array) -> Array:
     """Float32 elements `values[rows, columns]`, in the shape of the int32 indices, which are in range."""
     return _as_float32(_bits(values)[rows, columns], values.dtype)
-
-
-def scale(values: Array, divisor: Array | None) -> Array:
-    """`values` float32 divided by `divisor` float32, whose shape is that of the leading axes; None is 1.
-
-    The quotient is the correctly rounded one on every backend, as the rule wants: which logits tie depends on it.
-    """
-    if divisor is None:
-        return values
-    divisor = divisor.reshape(divisor.shape + (1,) * (values.ndim - divisor.ndim))
-    # XLA turns a division by a broadcast into a product with a reciprocal; it cannot see that this is one.
-    return values / jnp.where(jnp.isnan(values), 1.0, divisor)
 
 
 def mask_columns(logits: Array, vocab_size: Array | None) -> Array:
@@ -184,13 +164,20 @@ def _argmax_from_blocks(logits: Array, block_max: Array, vocab_size: Array | Non
     return jnp.minimum(block * BLOCK + offset, num_columns - 1), row_max
 
 
-def _has_nan(logits: Array, row_max: Array, vocab_size: Array | None) -> Array:
-    # XLA CPU's max loses NaN on long rows; a sum never does, but it is also NaN for +inf beside -inf.
-    total = lax.optimization_barrier(jnp.sum(_mask(logits, vocab_size), axis=1, dtype=jnp.float32))
-    suspect = jnp.isnan(total) | jnp.isnan(row_max)
+def _has_nan(logits: Array, block_max: Array, vocab_size: Array | None) -> Array:
+    # XLA CPU's maximum and minimum lose NaN on long rows; a sum never does.
+    if logits.dtype == jnp.float16:
+        # Of float16 it would be taken of a float32 copy: rows one by one are cheaper.
+        return lax.map(lambda row: jnp.any(jnp.isnan(_mask(row[None], vocab_size))), logits)
+    # The barrier keeps XLA from sharing one float32 copy of 16-bit logits between this and the maxima.
+    masked = _mask(lax.optimization_barrier(logits), vocab_size)
+    total = lax.optimization_barrier(jnp.sum(masked, axis=1, dtype=jnp.float32))
+    suspect = jnp.isnan(total) | jnp.isnan(jnp.max(block_max, axis=1))
 
     def look(suspect: Array) -> Array:
-        return suspect & jnp.any(jnp.isnan(_mask(logits, vocab_size)), axis=1)
+        # The plain sum is NaN for +inf beside -inf as well; this one is not.
+        total = jnp.sum(-jnp.abs(mask_columns(logits, vocab_size)), axis=1)
+        return suspect & jnp.isnan(total)
 
     return lax.cond(jnp.any(suspect), look, lambda suspect: suspect, suspect)
 

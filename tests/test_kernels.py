@@ -53,26 +53,22 @@ def test_every_nan_is_found(size, dtype):
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocab_size", [None, 3])
-def test_logsumexp_under_scale_and_cutoff(size, dtype, vocab_size):
+def test_mass_under_scale_and_threshold(size, dtype, vocab_size):
     values = rows(size, dtype)[:4]
     exact = values.astype(np.float64)
     if vocab_size is not None:
         exact[:, vocab_size:] = -np.inf
-    finite_max = np.where(np.isfinite(exact.max(1)), exact.max(1), 0)
-    divisor = np.array([0.5, 1.0, 2.0, 7.0], np.float32)
-    cutoff = (finite_max / divisor - 1.5).astype(np.float32)
-    scaled = (exact / divisor[:, None]).astype(np.float32)
-    kept = np.where(scaled >= cutoff[:, None], scaled.astype(np.float64), -np.inf)
-    result = jax.jit(kernels.row_logsumexp)(
+    scale = np.array([2.0, 1.0, 0.5, 0.1], np.float32)
+    row_max = np.where(np.isfinite(exact.max(1)), exact.max(1), 0)
+    kept = np.where(exact >= row_max[:, None] - 1.5, exact, -np.inf)
+    result = jax.jit(kernels.row_mass)(
         values,
-        finite_max.astype(np.float32),
-        divisor=divisor,
-        cutoff=cutoff,
+        row_max.astype(np.float32),
+        scale=scale,
+        threshold=(row_max - 1.5).astype(np.float32),
         vocab_size=None if vocab_size is None else np.int32(vocab_size),
     )
-    with np.errstate(divide="ignore"):
-        expected = np.log(np.exp(kept).sum(1))
-    np.testing.assert_allclose(result, expected, atol=2e-6, rtol=1e-6)
+    np.testing.assert_allclose(result, np.exp((kept - row_max[:, None]) * scale[:, None]).sum(1), rtol=2e-6)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -95,15 +91,31 @@ def test_columns_beyond_the_vocabulary_do_not_count():
     np.testing.assert_array_equal(top, -np.sort(-values[1:, :131], axis=1)[:, :4])
 
 
-@pytest.mark.parametrize("divisors", [np.linspace(0.1, 3, 64, dtype=np.float32), np.full(64, 0.7, np.float32)])
-def test_scaling_is_a_division(divisors):
+@pytest.mark.parametrize("divisor", [np.linspace(0.1, 3, 1000, dtype=np.float32), np.full(1000, 0.7, np.float32)])
+def test_division_is_division(divisor):
     """XLA would multiply by the reciprocal, which differs in the last place for a quarter of all quotients."""
-    values = np.random.default_rng(0).normal(size=(64, 1000)).astype(np.float32)
-    values[0, 0] = np.nan
-    result = jax.jit(lambda values: kernels.scale(values, jnp.asarray(divisors)))(values)
-    np.testing.assert_array_equal(result, values / divisors[:, None])
-    first = jax.jit(lambda values: kernels.scale(values[:, 0], jnp.full(64, 0.7, jnp.float32)))(values)
-    np.testing.assert_array_equal(first, values[:, 0] / np.float32(0.7))
+    values = np.random.default_rng(0).normal(size=1000).astype(np.float32)
+    values[0] = np.nan
+    result = jax.jit(lambda values: processing.divide(values, jnp.asarray(divisor)))(values)
+    np.testing.assert_array_equal(result, values / divisor)
+    constant = jax.jit(lambda values: processing.divide(values, jnp.full(1000, 0.7, jnp.float32)))(values)
+    np.testing.assert_array_equal(constant, values / np.float32(0.7))
+
+
+@pytest.mark.parametrize("temperature", [0.7, 3.0])
+def test_ties_that_the_division_makes_are_kept(temperature):
+    """Neighbouring floats with one quotient stand or fall together, whichever of them is the k-th."""
+    base = np.float32(1.7)
+    values = [base]
+    for _ in range(15):
+        values.append(np.nextafter(values[-1], np.float32(0)))
+    values = np.array([[9.0, *values, -3.0]], np.float32)
+    quotients = values / np.float32(temperature)
+    assert len(np.unique(quotients)) < values.size
+    for k in range(1, values.size):
+        params = processing.SamplingParams(jnp.full(1, temperature, jnp.float32), jnp.full(1, k, jnp.int32))
+        threshold = jax.jit(processing.thresholds)(values, values.max(1), params.temperature, params)
+        np.testing.assert_array_equal(values >= np.asarray(threshold), quotients >= np.sort(quotients[0])[-k])
 
 
 def nucleus(probabilities, top_p):
@@ -113,7 +125,7 @@ def nucleus(probabilities, top_p):
 
 @pytest.mark.parametrize("size", [1, 7, 300])
 @pytest.mark.parametrize("seed", range(3))
-def test_cutoffs_in_their_order(size, seed):
+def test_masks_in_their_order(size, seed):
     rng = np.random.default_rng(seed)
     values = np.round(rng.normal(size=(4, size)) * 3, 1).astype(np.float32)
     temperature = np.array([0.7, 1.0, 3.0, 0.0], np.float32)
@@ -125,8 +137,7 @@ def test_cutoffs_in_their_order(size, seed):
         jnp.asarray(min_p, jnp.float32),
     )
     divisor = processing.divisor(params.temperature)
-    row_max = jnp.max(values, axis=1) / divisor
-    result = np.asarray(jax.jit(processing.cutoffs)(values, row_max, divisor, params))
+    result = np.asarray(jax.jit(processing.thresholds)(values, values.max(1), divisor, params))
     for row in range(3):
         scaled = values[row] / temperature[row]
         kept = np.sort(scaled)[::-1].astype(np.float64)
@@ -134,7 +145,7 @@ def test_cutoffs_in_their_order(size, seed):
         kept = kept[kept >= kept[min(top_k[row], len(kept)) - 1]]
         p = np.exp(kept - kept[0])
         kept = kept[p >= nucleus(p, top_p[row])]
-        assert ((scaled >= result[row]) == np.isin(scaled, kept.astype(np.float32))).all()
+        assert ((values[row] >= result[row]) == np.isin(scaled, kept.astype(np.float32))).all()
     assert result[3] == -np.inf
 
 
@@ -144,5 +155,5 @@ def test_the_search_is_exact_over_all_floats(spread):
     values = (np.array([[-1.0, -0.5, 0.0, 0.25, 1.0]]) * spread).astype(np.float32)
     for k in range(1, 5):
         params = processing.SamplingParams(jnp.ones(1), jnp.full(1, k, jnp.int32))
-        cutoff = processing.cutoffs(jnp.asarray(values), jnp.asarray(values.max(1)), jnp.ones(1), params)
-        assert (values >= np.asarray(cutoff)).sum() == (5 if spread == 0 else k)
+        threshold = processing.thresholds(jnp.asarray(values), jnp.asarray(values.max(1)), jnp.ones(1), params)
+        assert (values >= np.asarray(threshold)).sum() == (5 if spread == 0 else k)

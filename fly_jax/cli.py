@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from fly_jax.config import FlyConfig
     from fly_jax.decode.checkpoint import LoadedModel
     from fly_jax.decode.comparison import Comparison, PromptRun
-    from fly_jax.decode.drafters import Drafter, SamplingParams
+    from fly_jax.decode.drafters import Drafter
     from fly_jax.decode.prompts import Prompt
+    from fly_jax.processing import SamplingParams
 
 logger = logging.getLogger("fly_jax")
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -210,7 +211,7 @@ def _prompts(options: Mapping[str, Any]) -> list[Prompt]:
 
 
 def _sampling(options: Mapping[str, Any]) -> SamplingParams:
-    from fly_jax.decode.drafters import SamplingParams
+    from fly_jax.processing import SamplingParams
 
     # What is off is left out: a mask costs passes over the vocabulary also where it keeps everything.
     off = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}

@@ -47,7 +47,13 @@ class FlyConfig:
         if self.window_size is not None:
             _check_int("window_size", self.window_size, minimum=1)
         _check_int("entropy_top_k", self.entropy_top_k, minimum=1)
-        _check_threshold("entropy_threshold", self.entropy_threshold)
+        threshold = self.entropy_threshold
+        _check_threshold("entropy_threshold", threshold)
+        if isinstance(threshold, list | tuple):
+            object.__setattr__(self, "entropy_threshold", np.asarray(threshold, np.float32))
+        elif isinstance(threshold, int | np.integer | np.floating):
+            # One type for all numbers, so that a sweep over them compiles once.
+            object.__setattr__(self, "entropy_threshold", float(threshold))
 
     @classmethod
     def from_vllm(cls, speculative_config: Mapping[str, Any]) -> "FlyConfig | None":
@@ -136,9 +142,11 @@ def _check_int(name: str, value: Any, *, minimum: int, why: str = "") -> None:
 
 def _check_threshold(name: str, value: Any) -> None:
     # Only what is surely a number on the host: a pytree is also built around tracers, specs and device arrays.
-    if isinstance(value, bool | str):
+    if isinstance(value, bool | str | complex):
         raise TypeError(f"{name} must be a number of nats or a [B] float array, got {value!r}")
-    if isinstance(value, int | float | np.number | np.ndarray):
+    if isinstance(value, int | float | np.number | np.ndarray | list | tuple):
+        if np.asarray(value).dtype.kind not in "iuf":
+            raise TypeError(f"{name} must be a number of nats or a [B] float array, got {value!r}")
         wrong = [float(x) for x in np.ravel(np.asarray(value, np.float64)) if math.isnan(x) or x < 0]
         if wrong:
             raise ValueError(f"{name} must be at least 0 nats (+inf turns FLy off), got {wrong[0]}")

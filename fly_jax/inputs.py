@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from fly_jax import noise as noise_lib
 from fly_jax.processing import SamplingParams, is_greedy
@@ -53,14 +53,14 @@ class Inputs:
       logits: `[N, V]` float32, bfloat16 or float16.
       vocab_size: int32 scalar, how many columns count; None when all V do.
       row_index: `[B, K + 1]` int32, in range.
-      live: `[B, K + 1]` bool: whether that row takes part.
+      live: `[B, K + 1]` bool: whether that row takes part; not so where the given index was out of range.
       draft_token_ids: `[B, K]` int32, 0 where the id is outside the vocabulary or past the draft.
       draft_in_vocab: `[B, K]` bool: the position is below `num_draft_tokens` and its id inside the vocabulary.
       num_draft_tokens: `[B]` int32 in `[0, K]`.
       params: `[B]` each; `params.temperature` is None when every request is greedy.
       greedy: `[B]` bool.
       draft: the draft distribution, if given and anything samples.
-      draft_temperature: `[B]` float32, only for draft logits.
+      draft_temperature: `[B]` float32, for draft logits; None when every request is greedy.
       keys: `[B]` keys to draw the noise from, or None.
       noise: the noise if it was given; neither when every request is greedy.
       bonus_token_ids: `[B]` int32 or None.
@@ -136,7 +136,7 @@ def from_arguments(
         logits=logits,
         vocab_size=limit,
         row_index=jnp.clip(rows, 0, max(num_rows - 1, 0)).astype(jnp.int32),
-        live=position <= last_row[:, None],
+        live=(position <= last_row[:, None]) & (rows >= 0) & (rows < num_rows),
         draft_token_ids=jnp.where(in_vocab, ids, 0).astype(jnp.int32),
         draft_in_vocab=in_vocab,
         num_draft_tokens=num_drafts,
@@ -170,7 +170,13 @@ def _array(name: str, value: Any, axes: tuple[str, ...], sizes: dict[str, int]) 
 
 
 def _integers(name: str, value: Any, axes: tuple[str, ...], sizes: dict[str, int]) -> Array:
-    if isinstance(value, np.ndarray) and value.dtype.itemsize > 4 and np.issubdtype(value.dtype, np.integer):
+    if isinstance(value, int | list | tuple):
+        value = np.asarray(value)
+    if (
+        isinstance(value, np.ndarray | np.integer)
+        and np.issubdtype(value.dtype, np.integer)
+        and value.dtype.itemsize > 4
+    ):
         # jnp.asarray would wrap 2**32 + 5 to 5 without x64.
         value = np.clip(value, np.iinfo(np.int32).min, np.iinfo(np.int32).max)
     array = _array(name, value, axes, sizes)
@@ -181,10 +187,11 @@ def _integers(name: str, value: Any, axes: tuple[str, ...], sizes: dict[str, int
 
 def _narrow(array: Array) -> Array:
     limits = jnp.iinfo(jnp.int32)
-    if array.dtype == jnp.int32:
-        return array
-    low = array if jnp.issubdtype(array.dtype, jnp.unsignedinteger) else jnp.maximum(array, limits.min)
-    return jnp.minimum(low, jnp.array(limits.max, array.dtype)).astype(jnp.int32)
+    if array.dtype != jnp.int32:
+        low = array if jnp.issubdtype(array.dtype, jnp.unsignedinteger) else jnp.maximum(array, limits.min)
+        array = jnp.minimum(low, jnp.array(limits.max, array.dtype))
+    # Strips a weak type as well, so that a Python int and an array do not compile twice.
+    return lax.convert_element_type(array, jnp.int32)
 
 
 def check_logits(name: str, value: Any, axes: tuple[str, ...]) -> Array:
@@ -222,8 +229,11 @@ def check_vocab_size(vocab_size: Any, num_columns: int, draft: DraftArray | None
         return None if num_columns == draft_columns else jnp.int32(common)
     if isinstance(vocab_size, bool | float):
         raise TypeError(f"vocab_size must be an int or an int32 scalar, got {vocab_size!r}")
-    if isinstance(vocab_size, int | np.integer) and not 1 <= vocab_size <= num_columns:
-        raise ValueError(f"vocab_size must be in [1, V] = [1, {num_columns}], got {vocab_size}")
+    if isinstance(vocab_size, int | np.integer):
+        if not 1 <= vocab_size <= num_columns:
+            raise ValueError(f"vocab_size must be in [1, V] = [1, {num_columns}], got {vocab_size}")
+        if vocab_size == num_columns == draft_columns:
+            return None
     return _narrow(jnp.clip(_integers("vocab_size", vocab_size, (), {}), 0, common))
 
 
@@ -280,20 +290,11 @@ def _noise(noise: Any, sizes: dict[str, int]) -> noise_lib.VerifyNoise | noise_l
         raise TypeError(f"noise must be VerifyNoise or VllmV2Noise, got {type(noise).__name__}")
     if (noise.final_uniform is None) == (noise.gumbel is None):
         raise ValueError("noise needs final_uniform [B, 2] or gumbel [B, V], and not both")
-    uniform = _floats("noise.uniform", _round_up(noise.uniform), ("B", "K"), sizes)
+    uniform = _floats("noise.uniform", noise.uniform, ("B", "K"), sizes)
     if noise.gumbel is not None:
         return noise_lib.VerifyNoise(uniform, gumbel=_floats("noise.gumbel", noise.gumbel, ("B", "V"), sizes))
     final = _floats("noise.final_uniform", noise.final_uniform, ("B", "2"), sizes | {"2": 2})
     return noise_lib.VerifyNoise(uniform, final_uniform=final)
-
-
-def _round_up(uniform: Any) -> Any:
-    """float64 to the next float32 at or above it: comparisons with a float32 ratio stay what they were."""
-    if getattr(uniform, "dtype", None) != np.float64:
-        return uniform
-    xp = jnp if isinstance(uniform, jax.Array) else np
-    nearest = uniform.astype(np.float32)
-    return xp.where(nearest.astype(np.float64) < uniform, xp.nextafter(nearest, np.float32(np.inf)), nearest)
 
 
 def _floats(name: str, value: Any, axes: tuple[str, ...], sizes: dict[str, int]) -> Array:

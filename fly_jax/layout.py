@@ -130,7 +130,7 @@ def pad_rows(
     index = row_index_from_lengths(lengths[: len(num_draft_tokens)], positions, with_bonus_rows=with_bonus_rows)
     return PaddedRows(
         target_logits=pad_requests(logits, padded_rows, 0),
-        row_index=pad_requests(index, requests, 0),
+        row_index=pad_requests(index, requests, -1),
         draft_token_ids=draft_ids,
         num_draft_tokens=lengths.astype(np.int32),
     )

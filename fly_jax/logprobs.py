@@ -24,7 +24,7 @@ def emitted_logprobs(
     """The target's log-probability of each emitted token, in nats.
 
     Without sampling parameters it is that of the raw logits (what engines return as `logprobs`); with them, of the
-    processed distribution, in which a token that the masks exclude has -inf.
+    processed distribution. A token that is excluded, or outside the vocabulary, has -inf.
 
     Args:
       target_logits: `[B, K + 1, V]` as given to `fly_verify`.
@@ -51,14 +51,18 @@ def emitted_logprobs(
     if num_requests == 0:
         return jnp.zeros((0, num_rows), jnp.float32)
     logits = check_logits("target_logits", target_logits, ("B", "K + 1", "V")).reshape(-1, num_columns)
-    # Greedy requests are scored raw, and without parameters all are.
-    params = check_sampling_params(0.0 if temperature is None else temperature, top_k, top_p, min_p, num_requests)
+    params = check_sampling_params(temperature, top_k, top_p, min_p, num_requests)
+    if params.temperature is None:
+        # Greedy requests are scored raw.
+        params = check_sampling_params(0.0, None, None, None, num_requests)
     params = jax.tree.map(lambda values: jnp.repeat(values, num_rows, total_repeat_length=len(logits)), params)
     target = score_rows(logits, params, vocab_size=check_vocab_size(vocab_size, num_columns))
     rows = jnp.arange(len(logits), dtype=jnp.int32).reshape(num_requests, num_rows)
     emitted = verification.token_ids >= 0
     assert target.softmax is not None
-    logits = target.token_logits(rows, jnp.where(emitted, verification.token_ids, 0))
+    # A bonus token of the caller's may lie anywhere.
+    known = emitted & (verification.token_ids < (num_columns if target.vocab_size is None else target.vocab_size))
+    logits = target.token_logits(rows, jnp.where(known, verification.token_ids, 0))
     log_probability = target.softmax.log_probability(rows, logits)
-    log_probability = jnp.where(target.excludes(rows, logits), -jnp.inf, log_probability)
+    log_probability = jnp.where(known & ~target.excludes(rows, logits), log_probability, -jnp.inf)
     return jnp.where(emitted & target.valid[rows], log_probability, jnp.nan)

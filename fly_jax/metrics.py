@@ -82,7 +82,14 @@ class AcceptanceCounts:
         )
 
     def __add__(self, other: "AcceptanceCounts") -> "AcceptanceCounts":
-        """The counts of both; they must be of the same K."""
+        """The counts of both.
+
+        Raises:
+          ValueError: they are not of the same K.
+        """
+        if self.drafted_per_position.shape != other.drafted_per_position.shape:
+            ours, theirs = len(self.drafted_per_position), len(other.drafted_per_position)
+            raise ValueError(f"counts must be of the same K to add up, got {ours} and {theirs}")
         return jax.tree.map(jnp.add, self, other)
 
     @property

@@ -33,6 +33,11 @@ class VerifyNoise:
     final_uniform: Any = None
     gumbel: Any = None
 
+    def __post_init__(self) -> None:
+        # Here, because jax.jit narrows a NumPy float64 to the nearest float32 before anything is traced.
+        if getattr(self.uniform, "dtype", None) == np.float64:
+            object.__setattr__(self, "uniform", round_up(self.uniform))
+
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["seed", "position"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +51,13 @@ class VllmV2Noise:
 
     seed: Any
     position: Any
+
+
+def round_up(uniform: Any) -> Any:
+    """A float64 array to the next float32 at or above it: comparisons with a float32 ratio stay what they were."""
+    xp = jnp if isinstance(uniform, jax.Array) else np
+    nearest = uniform.astype(np.float32)
+    return xp.where(nearest.astype(np.float64) < uniform, xp.nextafter(nearest, np.float32(np.inf)), nearest)
 
 
 def request_keys(key: Array, num_requests: int) -> Array:

@@ -7,6 +7,7 @@ is at or above the threshold, and -inf elsewhere. All ties at a cut-off are kept
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,19 +31,20 @@ _MAX = np.float32(np.finfo(np.float32).max)
 )
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """How the target's logits are processed.
+    """How the target's logits are processed, per request or for all, as `fly_verify` takes it.
 
     Attributes:
-      temperature: `[B]` float32; below 1e-5 (or NaN) is greedy. None: every request is greedy, and the rest is unused.
-      top_k: `[B]` int32; 0 or at least V turns it off.
-      top_p: `[B]` float32; 1 or more turns it off, 0 or less keeps the maximum only.
-      min_p: `[B]` float32; 0 or less turns it off, 1 or more keeps the maximum only.
+      temperature: `[B]` float32 or a scalar; below 1e-5 (or NaN) is greedy. None: every request is greedy, and the
+        others must be None too.
+      top_k: `[B]` int32 or a scalar; 0 or at least V turns it off.
+      top_p: `[B]` float32 or a scalar; 1 or more turns it off, 0 or less keeps the maximum only.
+      min_p: `[B]` float32 or a scalar; 0 or less turns it off, 1 or more keeps the maximum only.
     """
 
-    temperature: Array | None = None
-    top_k: Array | None = None
-    top_p: Array | None = None
-    min_p: Array | None = None
+    temperature: Any = None
+    top_k: Any = None
+    top_p: Any = None
+    min_p: Any = None
 
 
 def is_greedy(temperature: Array) -> Array:
@@ -91,7 +93,6 @@ def thresholds(
     """
     if params.top_k is None and params.top_p is None and params.min_p is None:
         return None
-    assert params.temperature is not None
     active = ~is_greedy(params.temperature)
     threshold = jnp.full_like(row_max, -jnp.inf)
     if params.min_p is not None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from fly_jax import inputs as edge
@@ -102,7 +103,8 @@ def fly_verify(
       top_p: `[B]` float32 or a scalar; 1 is off.
       min_p: `[B]` float32 or a scalar; 0 is off. Applied first, then top-k, then top-p.
       key: a `jax.random` key, folded with the request's index, or `[B]` keys: then a request's result depends on no
-        other. Consumed; fold the step in before. Drafts must come from another stream (`fly_jax.noise.draft_keys`).
+        other. Under vmap and shard_map pass keys for the requests: an index is that within the call. Consumed; fold the
+        step in before. Drafts must come from another stream (`fly_jax.noise.draft_keys`).
       noise: the noise itself instead of a key: `VerifyNoise`, or `VllmV2Noise` to replay vLLM V2's.
       vocab_size: int or traced scalar; columns at or beyond it do not exist. None is V.
 
@@ -117,7 +119,7 @@ def fly_verify(
       silent this follows vLLM 0.33's V1 runner.
     """
     logits = _rank3("target_logits", target_logits, "K + 1")
-    ids = jnp.shape(draft_token_ids)
+    ids = np.shape(draft_token_ids)
     if len(ids) != 2 or logits.shape[:2] != (ids[0], ids[1] + 1):
         raise ValueError(
             f"target_logits must be [B, K + 1, V] and draft_token_ids [B, K], got {list(logits.shape)} and {list(ids)}"
@@ -185,7 +187,9 @@ def fly_verify_rows(
         counts). Entries past a request's bonus row are ignored, and so is the bonus row itself when `bonus_token_ids`
         is given; they may hold anything. The others are distinct.
       draft_token_ids: `[B, K]` int32.
-      draft_row_index: `[B, K]` int32: which row of the draft distribution is whose; None is `row_index[:, :K]`.
+      draft_row_index: `[B, K]` int32: which row of the draft distribution is whose; None is `row_index[:, :K]`. Entries
+        past a request's drafts are ignored; the others are distinct where `draft_logits` are divided by different
+        temperatures.
       bonus_token_ids: `[B]` int32: the token after a fully kept draft, when the caller has sampled it; goes through
         as it is.
       config: as in `fly_verify`, and so are all that follow, but `draft_probs` and `draft_logits` are `[M, Vd]`.
@@ -227,7 +231,7 @@ def fly_verify_rows(
         noise=noise,
         vocab_size=vocab_size,
     )
-    _check_threshold_shape(config, inputs)
+    _check_threshold(config, inputs.greedy.shape[0])
     return _verify(inputs, config)
 
 
@@ -283,15 +287,22 @@ def _nothing(num_positions: int) -> Verification:
     )
 
 
-def _check_threshold_shape(config: FlyConfig | None, inputs: Inputs) -> None:
+def _check_threshold(config: FlyConfig | None, num_requests: int) -> None:
     if config is None:
         return
-    shape, num_requests = jnp.shape(config.entropy_threshold), inputs.greedy.shape[0]
+    threshold = config.entropy_threshold
+    if isinstance(threshold, float):
+        return
+    dtype, shape = getattr(threshold, "dtype", None), getattr(threshold, "shape", None)
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        given = threshold if dtype is None else dtype
+        raise TypeError(f"entropy_threshold must be a number of nats or a [B] float array, got {given}")
     if shape not in ((), (num_requests,)):
-        raise ValueError(f"entropy_threshold must be a number or [B] = [{num_requests}], got shape {list(shape)}")
+        raise ValueError(f"entropy_threshold must be a number or [B] = [{num_requests}], got shape {list(shape or ())}")
 
 
 def _rank3(name: str, value: Any, positions: str) -> Any:
-    if jnp.ndim(value) != 3:
-        raise ValueError(f"{name} must be [B, {positions}, V], got shape {list(jnp.shape(value))}")
+    value = value if hasattr(value, "shape") else jnp.asarray(value)
+    if value.ndim != 3:
+        raise ValueError(f"{name} must be [B, {positions}, V], got shape {list(value.shape)}")
     return value

@@ -78,8 +78,10 @@ def row_mass(
     Returns:
       `[N]` float32; NaN for a row with a NaN.
     """
-    # The barrier keeps XLA from sharing one float32 copy of 16-bit logits between the passes over them.
-    values = mask_columns(lax.optimization_barrier(logits), vocab_size)
+    # Keeps XLA from sharing one float32 copy of 16-bit logits with the pass that looks for NaN: the two barriers must
+    # differ, or they are merged.
+    logits, row_max = lax.optimization_barrier((logits, row_max))
+    values = mask_columns(logits, vocab_size)
     exponent = values - row_max[:, None]
     mass = jnp.exp(exponent if scale is None else exponent * scale[:, None])
     if threshold is not None:

@@ -29,6 +29,9 @@ def verify(**changes):
         ({"target_logits": LOGITS[:, :, :0]}, ValueError, "target_logits must have a vocabulary of at least 1 column"),
         ({"draft_token_ids": DRAFTS.astype(np.float32)}, TypeError, "draft_token_ids must be int32 .* got float32"),
         ({"draft_token_ids": DRAFTS[0]}, ValueError, "target_logits must be"),
+        ({"target_logits": [[[0.0]]]}, ValueError, r"target_logits must be .* got \[1, 1, 1\] and \[2, 3\]"),
+        ({"config": FlyConfig(1, None)}, TypeError, "entropy_threshold must be a number of nats .* got None"),
+        ({"config": FlyConfig(1, jnp.ones(2, bool))}, TypeError, "entropy_threshold must be .* got bool"),
         ({"num_draft_tokens": [1]}, ValueError, r"num_draft_tokens must have shape \[B\] with B = 2, got \[1\]"),
         ({"num_draft_tokens": [1.0, 2.0]}, TypeError, "num_draft_tokens must be int32 .* got float32"),
         ({"config": {"window_size": 1}}, TypeError, "config must be a FlyConfig, or None .* got dict"),
@@ -138,18 +141,31 @@ def test_a_wide_id_is_not_wrapped_into_the_vocabulary():
     assert verify(target_logits=logits, draft_token_ids=np.full((B, K), 2**32 + 2)).num_accepted.tolist() == [0, 0]
 
 
-def test_a_float64_uniform_is_rounded_up():
+@pytest.mark.parametrize("verify", [fly_verify, jax.jit(fly_verify)], ids=["as it is", "jit"])
+def test_a_float64_uniform_is_rounded_up(verify):
     """p == 0.5 accepts u == 0.5 and rejects the next float64, which is nearest to the same float32."""
     logits = np.array([[[0.0, 0.0], [9.0, 0.0]]], np.float32)
     final = np.ones((1, 2), np.float32)
 
     def accepted(u):
         noise = VerifyNoise(np.array([[u]], np.float64), final)
-        return fly_verify(logits, np.array([[1]]), temperature=1.0, noise=noise).num_accepted.tolist()
+        return verify(logits, np.array([[1]]), temperature=1.0, noise=noise).num_accepted.tolist()
 
     assert accepted(0.5) == [1]
     assert np.float32(np.nextafter(0.5, 1)) == np.float32(0.5)
     assert accepted(np.nextafter(0.5, 1)) == [0]
+
+
+def test_huge_lengths_and_nested_lists_are_clipped_and_converted():
+    assert verify(num_draft_tokens=[2**40, -(2**40)]).num_tokens.tolist() == [K + 1, 1]
+    assert verify(target_logits=LOGITS.tolist(), draft_token_ids=DRAFTS.tolist()).num_accepted.tolist() == [K, K]
+
+
+def test_numbers_of_one_kind_compile_once(count_traces):
+    run, traces = count_traces(fly_verify)
+    for threshold in (0, 1, 0.5, np.float32(0.2), np.float64(0.1)):
+        run(LOGITS, DRAFTS, config=FlyConfig(1, threshold))
+    assert len(traces) == 1
 
 
 def test_device_values_out_of_range_follow_the_rule():

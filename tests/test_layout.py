@@ -35,11 +35,12 @@ def test_a_padded_step_gives_the_result_of_the_unpadded_one(with_bonus_rows):
     num_rows = lengths.sum() + with_bonus_rows * len(lengths)
     logits = rng.normal(size=(num_rows, vocab)).astype(np.float32)
     ids = rng.integers(0, vocab, lengths.sum())
-    temperature = np.array([0.0, 0.7, 1.0, 0.0], np.float32)
+    # No real request has the padding's temperature: it must not reach the row that padding requests point at.
+    temperature = np.array([0.3, 0.7, 1.0, 5.0], np.float32)
     keys = jax.random.split(jax.random.key(1), 8)
     padded = layout.pad_rows(logits, ids, lengths, with_bonus_rows=with_bonus_rows, num_requests=8)
     bonus = {} if with_bonus_rows else {"bonus_token_ids": np.arange(8, dtype=np.int32)}
-    result = fly_verify_rows(
+    result = jax.jit(fly_verify_rows)(
         padded.target_logits,
         padded.row_index,
         padded.draft_token_ids,

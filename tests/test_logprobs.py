@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 from scipy.special import log_softmax
 
-from fly_jax import emitted_logprobs, fly_verify
+from fly_jax import emitted_logprobs, fly_verify, fly_verify_rows
 
 
 def setup(temperature=1.0):
@@ -49,6 +49,26 @@ def test_a_row_that_is_no_distribution_has_no_logprob():
     result = emitted_logprobs(logits, verification)
     assert np.isnan(result[0, 0])
     assert not np.isnan(result[1, 0])
+
+
+def test_low_temperature_and_large_logits_stay_precise():
+    logits = np.full((1, 2, 4), 3e4, np.float32) - np.arange(4, dtype=np.float32)
+    verification = fly_verify(logits, np.array([[2]]), config=None)
+    wanted = expected(log_softmax(logits.astype(np.float64), -1), verification)
+    np.testing.assert_allclose(emitted_logprobs(logits, verification), wanted, atol=1e-6)
+
+
+def test_a_bonus_token_outside_the_vocabulary_has_no_probability():
+    rows = np.zeros((2, 3), np.float32)
+    verification = fly_verify_rows(rows, np.array([[0, 1]]), np.array([[0]]), bonus_token_ids=np.array([7]))
+    assert verification.token_ids.tolist() == [[0, 7]]
+    assert emitted_logprobs(rows[None], verification)[0, 1] == -np.inf
+
+
+def test_masks_need_a_temperature():
+    logits, verification = setup()
+    with pytest.raises(ValueError, match="top_k is for sampling: pass temperature"):
+        emitted_logprobs(logits, verification, top_k=3)
 
 
 def test_shapes_must_agree():

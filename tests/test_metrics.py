@@ -4,6 +4,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from fly_jax import FlyConfig, fly_verify
 from fly_jax.metrics import AcceptanceCounts
@@ -49,6 +50,11 @@ def test_counts_add_up():
     once = AcceptanceCounts.from_verification(*verification())
     chex.assert_trees_all_equal(AcceptanceCounts.zeros(3) + once + once, jax.tree.map(lambda x: 2 * x, once))
     chex.assert_trees_all_close((once + once).acceptance_rate(), once.acceptance_rate())
+
+
+def test_counts_of_different_k_do_not_add_up():
+    with pytest.raises(ValueError, match="counts must be of the same K to add up, got 3 and 1"):
+        AcceptanceCounts.zeros(3) + AcceptanceCounts.zeros(1)
 
 
 def test_every_rate_is_safe_without_drafts():

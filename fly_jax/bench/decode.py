@@ -16,11 +16,12 @@ from rich.table import Table
 
 from fly_jax.config import FlyConfig
 from fly_jax.decode.checkpoint import LoadedModel
-from fly_jax.decode.drafters import PromptLookup, SamplingParams, empty_cache
+from fly_jax.decode.drafters import PromptLookup, empty_cache
 from fly_jax.decode.errors import ModelError
 from fly_jax.decode.generate import DecodeState, Generator
 from fly_jax.decode.model import Decoder, KVCache
 from fly_jax.decode.prompts import BUILTIN_PROMPTS
+from fly_jax.processing import SamplingParams
 
 NUM_DRAFT_TOKENS = 8
 """K of the step and cycle ratios."""

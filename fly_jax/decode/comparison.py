@@ -8,11 +8,12 @@ from typing import Any
 
 from fly_jax.config import FlyConfig
 from fly_jax.decode.checkpoint import LoadedModel
-from fly_jax.decode.drafters import Drafter, SamplingParams
+from fly_jax.decode.drafters import Drafter
 from fly_jax.decode.generate import Generation, Generator
 from fly_jax.decode.prompts import Prompt
 from fly_jax.decode.weights import Progress
 from fly_jax.metrics import AcceptanceCounts
+from fly_jax.processing import SamplingParams
 
 MODES = ("target-only", "standard", "fly")
 """In the order in which they are run and shown."""

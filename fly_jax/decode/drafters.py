@@ -18,28 +18,9 @@ from fly_jax.decode.errors import ModelError
 from fly_jax.decode.model import Decoder, KVCache
 from fly_jax.decode.sampling import draft_token
 from fly_jax.kernels import row_statistics
+from fly_jax.processing import SamplingParams
 
 DRAFT_SAMPLE_METHODS = ("greedy", "probabilistic")
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["temperature", "top_k", "top_p", "min_p"], meta_fields=[]
-)
-@dataclasses.dataclass(frozen=True)
-class SamplingParams:
-    """How the target samples, as `fly_verify` takes it: all None is greedy.
-
-    Attributes:
-      temperature: `[B]` float32 or a scalar; None makes every request greedy, and the others are then ignored.
-      top_k: `[B]` int32 or a scalar, 0 is off; None turns it off for all.
-      top_p: `[B]` float32 or a scalar, 1 is off; None turns it off for all.
-      min_p: `[B]` float32 or a scalar, 0 is off; None turns it off for all.
-    """
-
-    temperature: Any = None
-    top_k: Any = None
-    top_p: Any = None
-    min_p: Any = None
 
 
 @functools.partial(

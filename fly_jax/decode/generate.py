@@ -22,7 +22,6 @@ from fly_jax.decode.drafters import (
     DraftContext,
     Drafter,
     DraftModel,
-    SamplingParams,
     check_drafter,
     empty_cache,
     empty_draft,
@@ -31,6 +30,7 @@ from fly_jax.decode.errors import ModelError
 from fly_jax.decode.model import Decoder, KVCache
 from fly_jax.metrics import AcceptanceCounts
 from fly_jax.noise import request_keys
+from fly_jax.processing import SamplingParams
 from fly_jax.verify import fly_verify
 
 PREFILL_CHUNK = 64
@@ -192,11 +192,13 @@ class Generator:
           on_tokens: called after each cycle with the number of tokens so far.
 
         Raises:
-          ModelError: see `check_prompt`; or `max_tokens` is below 1.
+          ModelError: see `check_prompt`; or `max_tokens` is below 1, or `seed` not in [0, 2**32).
         """
         self.check_prompt(prompt_token_ids)
         if max_tokens < 1:
             raise ModelError(f"max_tokens must be at least 1, got {max_tokens}.")
+        if not 0 <= seed < 2**32:
+            raise ModelError(f"seed must be in [0, 2**32), got {seed}.")
         start = time.perf_counter()
         limit = min(len(prompt_token_ids) + max_tokens, self.max_model_len)
         state = self.start(prompt_token_ids, limit, sampling, seed)

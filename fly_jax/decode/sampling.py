@@ -33,6 +33,8 @@ def draft_token(
     """
     logits = check_logits("logits", logits, ("B", "V"))
     num_requests = logits.shape[0]
+    if temperature is None:
+        raise ValueError("temperature must be given to draw a token (0 for the argmax), got None")
     params = check_sampling_params(temperature, top_k, top_p, min_p, num_requests)
     assert params.temperature is not None
     keys = draft_keys(request_keys(key, num_requests))

@@ -12,9 +12,10 @@ import tiny_models
 from fly_jax import FlyConfig, cli
 from fly_jax.decode.comparison import num_differing, token_pieces
 from fly_jax.decode.decoder_config import DecoderConfig
-from fly_jax.decode.drafters import LayerSkip, SamplingParams
+from fly_jax.decode.drafters import LayerSkip
 from fly_jax.decode.generate import Generation, Generator
 from fly_jax.metrics import AcceptanceCounts
+from fly_jax.processing import SamplingParams
 
 PROMPT = "hello world, hello 123 hello world, hello 123 hello"
 TWO_TOKENS = Generation((70, 71), (False, False), AcceptanceCounts.zeros(4), 2, 0.5, 0.5, "length")

@@ -13,10 +13,11 @@ import scipy.stats
 
 from fly_jax import FlyConfig
 from fly_jax.decode import generate
-from fly_jax.decode.drafters import Draft, DraftModel, LayerSkip, PromptLookup, SamplingParams
+from fly_jax.decode.drafters import Draft, DraftModel, LayerSkip, PromptLookup
 from fly_jax.decode.errors import ModelError
 from fly_jax.decode.generate import Generator
 from fly_jax.decode.model import DecoderConfig, KVCache, random_decoder
+from fly_jax.processing import SamplingParams
 
 CONFIG = DecoderConfig(
     vocab_size=32,

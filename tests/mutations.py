@@ -57,7 +57,7 @@ MUTATIONS = [
     Mutation(
         "what the target excludes may be kept",
         "acceptance.py",
-        "proposed & ~target.excludes(rows, scaled)",
+        "proposed & ~target.excludes(rows, logits)",
         "proposed",
         "test_properties.py::test_masked_tokens_are_never_accepted_or_deferred_to",
     ),
@@ -134,7 +134,9 @@ def apply(mutation, folder):
 
 def run(folder, tests):
     """pytest's exit status: 0 all passed, 1 some failed; anything else says that nothing was tested."""
-    done = _python(folder, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *[f"tests/{test}" for test in tests])
+    done = _python(
+        folder, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", *[f"tests/{test}" for test in tests]
+    )
     if done.returncode not in (0, 1):
         raise RuntimeError(f"pytest could not run:\n{done.stdout}\n{done.stderr}")
     return done.returncode

@@ -5,19 +5,24 @@ jax and the model code are imported when a command runs, so that `--help` is qui
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import json
 import logging
+import math
+import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
+
+INSTALL_HINT = "install the demo extra: pip install 'fly-jax[demo]', or -e '.[demo]' in the repository"
 
 try:
     import typer
     from rich.console import Console
 except ModuleNotFoundError as error:
-    raise SystemExit(f"fly-jax: {error.name} is not installed; run: pip install 'fly-jax[demo]'") from None
+    raise SystemExit(f"fly-jax: {error.name} is not installed; {INSTALL_HINT}") from None
 
 if TYPE_CHECKING:
     from fly_jax.config import FlyConfig
@@ -29,6 +34,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fly_jax")
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
+INTERRUPTED = 130
+"""Exit status after Ctrl-C."""
 bench_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure ratios on this machine.")
 app.add_typer(bench_app, name="bench")
 
@@ -70,7 +77,33 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] not in ("gguf", "jinja2", "safetensors", "tokenizers"):
             raise
-        _fail(f"{error.name} is not installed; run: pip install 'fly-jax[demo]'")
+        _fail(
+            f"{error.name} is not installed; install the demo extra: pip install 'fly-jax[demo]', or -e '.[demo]' here"
+        )
+
+
+def entry_point() -> None:
+    """`main`, for a process of its own: after an interrupt it leaves at once.
+
+    An orderly exit while XLA compiles in another thread crashes the interpreter.
+    """
+    try:
+        main()
+    except SystemExit as error:
+        if error.code != INTERRUPTED:
+            raise
+        print("fly-jax: interrupted", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(INTERRUPTED)
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise SystemExit(INTERRUPTED) from None
 
 
 def _fail(message: str) -> None:
@@ -103,9 +136,14 @@ def generate(
     prompt: Annotated[list[str] | None, typer.Option(help="A prompt; may be repeated. Default: built-in ones.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="A text file with one prompt.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Give the model the prompt as it is, not as a chat.")] = False,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate for a prompt.")] = 128,
+    max_tokens: Annotated[
+        int, typer.Option(min=1, help="Most tokens to generate for a prompt; each step costs time for all.")
+    ] = 128,
     num_speculative_tokens: Annotated[int, typer.Option(min=1, help="K: draft tokens a cycle.")] = 16,
-    fly_window_size: Annotated[int, typer.Option(help="W: tokens after a deferral that must be accepted.")] = 6,
+    fly_window_size: Annotated[
+        int | None,
+        typer.Option(help="W: tokens after a deferral that must be accepted. Default: 6, or K - 1 if that is less."),
+    ] = None,
     fly_entropy_threshold: Annotated[float, typer.Option(help="Nats from which a mismatch may be deferred.")] = 0.3,
     fly_entropy_top_k: Annotated[int, typer.Option(help="Probabilities the entropy is summed over.")] = 3,
     draft_sample_method: Annotated[
@@ -120,12 +158,15 @@ def generate(
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="1 is off.")] = 1.0,
     top_k: Annotated[int, typer.Option(min=0, help="0 is off.")] = 0,
     min_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="0 is off.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of all drawing.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of all drawing.")] = 0,
     json_output: JsonOption = False,
 ) -> None:
     """Decode prompts target-only, with standard verification and with FLy, side by side."""
     parameters = dict(locals())
-    _generate({name: str(each) if isinstance(each, Path | enum.Enum) else each for name, each in parameters.items()})
+    with _interruptible():
+        _generate(
+            {name: str(each) if isinstance(each, Path | enum.Enum) else each for name, each in parameters.items()}
+        )
 
 
 @bench_app.command("decode")
@@ -135,16 +176,17 @@ def bench_decode(
     json_output: JsonOption = False,
 ) -> None:
     """Decoding steps against their floors: ratios of one interleaved run."""
-    from fly_jax.bench.decode import bench_table, measure
-    from fly_jax.decode.report import progress_bars, versions
+    with _interruptible():
+        from fly_jax.bench.decode import bench_table, measure
+        from fly_jax.decode.report import progress_bars, versions
 
-    with progress_bars(Console(stderr=True)) as report:
-        loaded = _load(None if model is None else str(model), report)
-        result = measure(loaded, rounds=rounds, progress=report)
-    if json_output:
-        print(json.dumps({"versions": versions(), "model": loaded.name, **result.fields()}, indent=2))
-    else:
-        Console().print(bench_table(result))
+        with progress_bars(Console(stderr=True)) as report:
+            loaded = _load(None if model is None else str(model), report)
+            result = measure(loaded, rounds=rounds, progress=report)
+        if json_output:
+            print(json.dumps({"versions": versions(), "model": loaded.name, **result.fields()}, indent=2))
+        else:
+            Console().print(bench_table(result))
 
 
 def _generate(options: Mapping[str, Any]) -> None:
@@ -153,6 +195,7 @@ def _generate(options: Mapping[str, Any]) -> None:
 
     console, out = Console(stderr=True), Console()
     prompts, sampling, config = _prompts(options), _sampling(options), _fly_config(options)
+    _check_drafter_options(options)
     logger.warning("FLy is lossy: its text may differ from what the target alone would write.")
     with progress_bars(console) as report:
         loaded = _load(options["model"], report)
@@ -177,12 +220,18 @@ def _generate(options: Mapping[str, Any]) -> None:
         if interrupted:
             break
     if options["json_output"]:
-        print(json.dumps(document(runs, config=_settings(options, comparison), interrupted=interrupted), indent=2))
+        print(
+            json.dumps(
+                document(runs, config=_settings(options, comparison), interrupted=interrupted),
+                indent=2,
+                allow_nan=False,
+            )
+        )
     elif (table := totals_table(runs)) is not None:
         out.print(table)
         out.print(LEGEND, style="dim")
     if interrupted:
-        raise SystemExit(130)
+        raise SystemExit(INTERRUPTED)
 
 
 def _load(path: str | None, report: Callable[[str, float], None]) -> LoadedModel:
@@ -211,8 +260,11 @@ def _prompts(options: Mapping[str, Any]) -> list[Prompt]:
 
 
 def _sampling(options: Mapping[str, Any]) -> SamplingParams:
+    from fly_jax.decode.errors import ModelError
     from fly_jax.processing import SamplingParams
 
+    if not math.isfinite(options["temperature"]):
+        raise ModelError(f"--temperature must be a finite number, at least 0, got {options['temperature']}.")
     # What is off is left out: a mask costs passes over the vocabulary also where it keeps everything.
     off = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
     given = {name: options[name] for name, value in off.items() if options[name] != value}
@@ -232,23 +284,33 @@ def _fly_config(options: Mapping[str, Any]) -> FlyConfig:
     return config
 
 
-def _drafter(options: Mapping[str, Any], loaded: LoadedModel, report: Callable[[str, float], None]) -> Drafter:
-    from fly_jax.decode.drafters import DraftModel, LayerSkip, PromptLookup, default_skip_layers
+def _check_drafter_options(options: Mapping[str, Any]) -> None:
+    """Refuses options that do not go together, before anything is loaded."""
+    from fly_jax.decode.drafters import PromptLookup
     from fly_jax.decode.errors import ModelError
 
-    name, k, method = (options[each] for each in ("drafter", "num_speculative_tokens", "draft_sample_method"))
+    name, method = options["drafter"], options["draft_sample_method"]
     for option, needed in (("draft_model", DrafterName.DRAFT_MODEL), ("skip_layers", DrafterName.LAYER_SKIP)):
         if options[option] is not None and name != needed:
             raise ModelError(f"--{option.replace('_', '-')} needs --drafter {needed}, got {name}.")
     if name == DrafterName.NGRAM:
         if method != DraftSampleMethod.GREEDY:
             raise ModelError(f"--draft-sample-method {method} needs a drafter that samples, got --drafter {name}.")
+        PromptLookup(options["num_speculative_tokens"], options["prompt_lookup_max"], options["prompt_lookup_min"])
+    if name == DrafterName.DRAFT_MODEL and options["draft_model"] is None:
+        raise ModelError("--drafter draft-model needs --draft-model PATH.")
+    _skip_layers(options["skip_layers"])
+
+
+def _drafter(options: Mapping[str, Any], loaded: LoadedModel, report: Callable[[str, float], None]) -> Drafter:
+    from fly_jax.decode.drafters import DraftModel, LayerSkip, PromptLookup, default_skip_layers
+
+    name, k, method = (options[each] for each in ("drafter", "num_speculative_tokens", "draft_sample_method"))
+    if name == DrafterName.NGRAM:
         return PromptLookup(k, options["prompt_lookup_max"], options["prompt_lookup_min"])
     if name == DrafterName.LAYER_SKIP:
         layers = _skip_layers(options["skip_layers"]) or default_skip_layers(loaded.config.num_layers)
         return LayerSkip(layers, k, method)
-    if options["draft_model"] is None:
-        raise ModelError("--drafter draft-model needs --draft-model PATH.")
     return DraftModel(_load(options["draft_model"], report).decoder, k, method)
 
 
@@ -264,5 +326,6 @@ def _skip_layers(text: str | None) -> tuple[int, ...]:
 
 
 def _settings(options: Mapping[str, Any], comparison: Comparison) -> dict[str, Any]:
-    """The options as given, the model by its own name."""
-    return {**options, "model": comparison.loaded.name, "max_model_len": comparison.max_model_len}
+    """The options as given, the model by its own name; JSON has no infinity."""
+    given = {name: str(each) if each == math.inf else each for name, each in options.items() if name != "json_output"}
+    return {**given, "model": comparison.loaded.name, "max_model_len": comparison.max_model_len}

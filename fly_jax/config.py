@@ -30,7 +30,9 @@ class FlyConfig:
     Attributes:
       window_size: W, how many tokens after a deferred one must be accepted natively; at least 1. None is
         `min(6, K - 1)` for the K of the draft array (whoever pads K passes W).
-      entropy_threshold: nats, at least 0; the gate is open where the target's top-k entropy reaches it. A number, or
+      entropy_threshold: nats, at least 0; the gate is open where the target's top-k entropy reaches it: that of the k
+        largest probabilities of the whole softmax, not renormalised, so a flat row of a large vocabulary closes it. A
+        number, or
         `[B]` float32 for a threshold per request; +inf turns FLy off for a request.
       entropy_top_k: over how many of the largest probabilities the entropy is summed; at least 1.
 
@@ -67,12 +69,15 @@ class FlyConfig:
 
         Returns:
           The settings when `rejection_sample_method` is "fly", and None, which is standard lossless verification in
-          `fly_verify(config=...)`, when it is "standard" or missing.
+          `fly_verify(config=...)`, when it is "standard" or missing (the `fly_*` fields then have no effect).
 
         Raises:
           TypeError: a field is of the wrong kind.
           ValueError: a field is out of range, unknown, or excluded by another.
         """
+        if not isinstance(speculative_config, Mapping):
+            kind = type(speculative_config).__name__
+            raise TypeError(f"speculative_config must be a mapping (parse JSON first), got {kind}")
         get = speculative_config.get
         unknown = sorted(k for k in speculative_config if k.startswith("fly_") and k not in _FLY_FIELDS)
         if unknown:

@@ -7,6 +7,8 @@ a step to the next bucket on the host: over a long run a handful of programs ser
 import dataclasses
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -136,12 +138,15 @@ def pad_rows(
     )
 
 
-def pad_requests(values: Any, size: int, fill: Any) -> np.ndarray:
-    """`values` with the first axis padded to `size` with `fill`, on the host.
+def pad_requests(values: Any, size: int, fill: Any) -> Any:
+    """`values` (`jax.random` keys too) with the first axis padded to `size` with `fill`, on the host.
 
     Raises:
       ValueError: there are more than `size`.
     """
+    if isinstance(values, jax.Array) and jnp.issubdtype(values.dtype, jax.dtypes.prng_key):
+        padded = pad_requests(jax.random.key_data(values), size, fill)
+        return jax.random.wrap_key_data(padded, impl=jax.random.key_impl(values))
     values = np.asarray(values)
     if len(values) > size:
         raise ValueError(f"values must hold at most size = {size} entries, got {len(values)}")

@@ -80,7 +80,13 @@ def request_keys(key: Array, num_requests: int) -> Array:
 
 
 def draft_keys(keys: Array) -> Array:
-    """`[B]` keys for drafting, independent of what `fly_verify` draws from the same `[B]` keys."""
+    """`[B]` keys for drafting, independent of what `fly_verify` draws from the same `[B]` keys (`request_keys`).
+
+    Raises:
+      ValueError: these are not `[B]` typed keys.
+    """
+    if not jnp.issubdtype(keys.dtype, jax.dtypes.prng_key) or keys.ndim != 1:
+        raise ValueError(f"keys must be [B] typed keys, as request_keys gives, got {keys.dtype}{list(keys.shape)}")
     return _fold(keys, _DRAFT_TAG)
 
 

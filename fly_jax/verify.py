@@ -43,8 +43,8 @@ class Verification:
       natively_accepted: `[B, K]` bool: the decision of standard verification at every position below
         `num_draft_tokens`, past the stop too; False beyond.
       deferred: `[B, K]` bool: kept although rejected natively; inside the accepted prefix only.
-      entropy: `[B, K]` float32, nats: the target's top-k entropy wherever only the gate decides about a deferral, past
-        the stop too; NaN elsewhere.
+      entropy: `[B, K]` float32, nats: the target's top-k entropy, not renormalised, wherever only the gate decides
+        about a deferral, past the stop too; NaN elsewhere.
       invalid: `[B]` bool: the row the last token came from was not a distribution (NaN, nothing above -inf, or +inf for
         a sampling request); that token is the argmax over the finite entries, or 0.
     """
@@ -77,10 +77,10 @@ def fly_verify(
 ) -> Verification:
     """Verifies draft tokens against the target's logits; with a config, keeps some the target would reject.
 
-    FLy is lossy: it does not preserve the target distribution, and calling with a config is opting in. With
-    `config=None` this is standard verification, which emits the target distribution, up to the float32 grid of its
-    uniforms and sums: about 1e-7 for an acceptance and for the probability of a token, and in total variation at most
-    `(min(V, 128) + V / 128) * 2**-24` a token (1e-6 at V = 16, 8e-5 at V = 150,000).
+    FLy is lossy: it does not preserve the target distribution, and calling this is opting in, since FLy with its
+    defaults is the default. With `config=None` it is standard verification, which emits the target distribution, up to
+    the float32 grid of its uniforms and sums: about 1e-7 for an acceptance and for the probability of a token, and in
+    total variation at most `(min(V, 128) + V / 128) * 2**-24` a token (1e-6 at V = 16, 8e-5 at V = 150,000).
 
     `jax.jit(fly_verify)` needs no static arguments; vmap, scan, while_loop and shard_map over requests work as well.
     In the shapes `B` is the number of requests, `K` the most draft tokens of one, `V` the vocabulary. Values that live

@@ -98,5 +98,10 @@ def test_what_vllm_refuses_is_refused(fields, error, words):
         FlyConfig.from_vllm(FLY | fields)
 
 
+def test_a_string_is_no_mapping():
+    with pytest.raises(TypeError, match=r"speculative_config must be a mapping .* got str"):
+        FlyConfig.from_vllm('{"rejection_sample_method": "fly"}')
+
+
 def test_heterogeneous_vocabulary_with_greedy_drafts_is_allowed():
     assert FlyConfig.from_vllm(FLY | {"use_heterogeneous_vocab": True}) == FlyConfig(6)

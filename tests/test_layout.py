@@ -37,7 +37,7 @@ def test_a_padded_step_gives_the_result_of_the_unpadded_one(with_bonus_rows):
     ids = rng.integers(0, vocab, lengths.sum())
     # No real request has the padding's temperature: it must not reach the row that padding requests point at.
     temperature = np.array([0.3, 0.7, 1.0, 5.0], np.float32)
-    keys = jax.random.split(jax.random.key(1), 8)
+    keys = jax.random.split(jax.random.key(1), 4)
     padded = layout.pad_rows(logits, ids, lengths, with_bonus_rows=with_bonus_rows, num_requests=8)
     bonus = {} if with_bonus_rows else {"bonus_token_ids": np.arange(8, dtype=np.int32)}
     result = jax.jit(fly_verify_rows)(
@@ -46,7 +46,7 @@ def test_a_padded_step_gives_the_result_of_the_unpadded_one(with_bonus_rows):
         padded.draft_token_ids,
         num_draft_tokens=padded.num_draft_tokens,
         temperature=layout.pad_requests(temperature, 8, 0.0),
-        key=keys,
+        key=layout.pad_requests(keys, 8, 0),
         config=FlyConfig(1),
         **bonus,
     )

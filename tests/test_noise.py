@@ -1,6 +1,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from fly_jax import noise
 
@@ -64,3 +65,8 @@ def test_drafting_and_verifying_draw_from_different_streams():
     verify, draft = noise.verify_noise(keys, 3), noise.verify_noise(noise.draft_keys(keys), 3)
     assert not jnp.isin(draft.uniform, verify.uniform).any()
     assert not jnp.isin(draft.final_uniform, verify.final_uniform).any()
+
+
+def test_draft_keys_are_of_requests():
+    with pytest.raises(ValueError, match=r"keys must be \[B\] typed keys, as request_keys gives, got key<fry>\[\]"):
+        noise.draft_keys(jax.random.key(0))

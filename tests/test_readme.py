@@ -11,8 +11,9 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 @pytest.mark.parametrize("code", re.findall(r"```python\n(.*?)```", README, re.DOTALL))
 def test_python_blocks_run(code, capsys):
-    exec(compile(code, "README.md", "exec"), {})
-    assert capsys.readouterr().out
+    exec(compile(code, "README.md", "exec"), names := {})
+    assert "[9 9] [2 9]" in capsys.readouterr().out
+    assert names["fly"].deferred.tolist() == [[False, True] + [False] * 6, [False] * 8]
 
 
 def test_local_files_exist():

@@ -29,6 +29,7 @@ class PromptRun:
       num_prompt_tokens: its length.
       generations: by mode; fewer than `MODES` after an interrupt.
       pieces: by mode, the text of each token.
+      greedy: whether nothing was drawn at random, so that the texts can be compared token by token.
     """
 
     name: str
@@ -36,6 +37,7 @@ class PromptRun:
     num_prompt_tokens: int
     generations: Mapping[str, Generation]
     pieces: Mapping[str, Sequence[str]]
+    greedy: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +49,8 @@ class Figures:
       num_cycles: target steps after prefill.
       prefill_seconds: total.
       decode_seconds: total.
-      num_differing: tokens to insert, delete or replace to get target-only's texts; None when these are not known.
+      num_differing: tokens to insert, delete or replace to get target-only's texts; None when these are not known, or
+        drawn at random.
       num_deferred: tokens kept by a deferral.
       counts: of the verified drafts, also past the end of a text.
     """
@@ -79,7 +82,9 @@ class Figures:
 def figures(run: PromptRun, mode: str) -> Figures:
     """The figures of one text."""
     generation, reference = run.generations[mode], run.generations.get(MODES[0])
-    differing = None if reference is None else num_differing(generation.token_ids, reference.token_ids)
+    differing = None
+    if reference is not None and run.greedy:
+        differing = num_differing(generation.token_ids, reference.token_ids)
     return Figures(
         len(generation.token_ids),
         generation.num_cycles,
@@ -105,11 +110,16 @@ def totals(runs: Sequence[PromptRun]) -> dict[str, Figures]:
             sum(part.num_cycles for part in parts),
             sum(part.prefill_seconds for part in parts),
             sum(part.decode_seconds for part in parts),
-            sum(part.num_differing or 0 for part in parts),
+            _sum_known([part.num_differing for part in parts]),
             sum(part.num_deferred for part in parts),
             counts,
         )
     return result
+
+
+def _sum_known(values: Sequence[int | None]) -> int | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if len(known) == len(values) else None
 
 
 def num_differing(token_ids: Sequence[int], reference: Sequence[int]) -> int:
@@ -163,7 +173,8 @@ class Comparison:
             interrupted = True
         decode = self.loaded.tokenizer.decode
         pieces = {mode: token_pieces(decode, each.token_ids) for mode, each in generations.items()}
-        return PromptRun(prompt.name, prompt.text, len(token_ids), generations, pieces), interrupted
+        greedy = self.arguments["sampling"].temperature is None
+        return PromptRun(prompt.name, prompt.text, len(token_ids), generations, pieces, greedy), interrupted
 
 
 def prepare(

@@ -16,8 +16,9 @@ from fly_jax.decode.comparison import MODES, Figures, PromptRun, figures, totals
 
 DEFERRED_STYLE = "bold black on yellow"
 LEGEND = (
-    "«token» was kept by a deferral: the target would have chosen another one. "
-    "differ: tokens to change to get target-only's text. tokens/s: of decoding, without prefill and compilation."
+    "«token» was kept by a deferral: standard verification would have rejected it. "
+    "differ: tokens to change to get target-only's text (greedy only). "
+    "tokens/s: of decoding, without prefill and compilation."
 )
 
 

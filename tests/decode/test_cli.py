@@ -265,3 +265,41 @@ def test_tokens_that_share_a_character_are_shown_by_the_last_of_them():
 )
 def test_num_differing_counts_edits(first, second, expected):
     assert num_differing(first, second) == expected
+
+
+def test_texts_drawn_at_random_are_not_compared_token_by_token(fly_jax, model):
+    status, out, _ = fly_jax(
+        "generate", "--model", model, "--prompt", "hello", "--max-tokens", 4, "--temperature", 1, "--json",
+        "--fly-entropy-threshold", "inf", "--num-speculative-tokens", 3,
+    )  # fmt: skip
+    assert status == 0
+    document = json.loads(out, parse_constant=pytest.fail)
+    assert document["config"]["fly_entropy_threshold"] == "inf"
+    assert {each["num_differing"] for each in document["totals"].values()} == {None}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--temperature", "inf"], "--temperature must be a finite number"),
+        (["--drafter", "draft-model"], "--drafter draft-model needs --draft-model PATH"),
+        (["--prompt-lookup-min", "5"], "prompt_lookup_min must be at least 1 and at most prompt_lookup_max"),
+    ],
+)
+def test_options_are_checked_before_anything_is_loaded(fly_jax, tmp_path, options, words):
+    status, _, errors = fly_jax("generate", "--model", tmp_path / "missing.gguf", *options)
+    assert status == 2
+    assert words in errors
+
+
+def test_an_interrupt_leaves_at_once_and_says_so(tmp_path):
+    code = (
+        "import sys, fly_jax.cli as cli\n"
+        "def interrupt(options): raise KeyboardInterrupt\n"
+        "cli._generate = interrupt\n"
+        "sys.argv = ['fly-jax', 'generate']\n"
+        "cli.entry_point()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 130
+    assert done.stderr.endswith("fly-jax: interrupted\n")

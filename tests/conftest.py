@@ -8,6 +8,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import hypothesis
 import jax
 import pytest
+from hypothesis.internal.conjecture import providers
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -21,6 +22,12 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large],
 )
 hypothesis.settings.load_profile("fly")
+
+# Hypothesis mixes in constants from whichever local modules happen to be imported, so that its examples would depend on
+# what else ran in the process and on how the tests are spread. It has no public switch for this.
+if not callable(getattr(providers, "_get_local_constants", None)):
+    raise RuntimeError("hypothesis has renamed what collects local constants: examples are no longer reproducible")
+providers._get_local_constants = lambda: providers.Constants()
 
 
 @pytest.fixture(scope="module", autouse=True)

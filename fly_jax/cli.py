@@ -16,6 +16,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+INTERRUPTED = 130
+"""Exit status after Ctrl-C."""
+
 INSTALL_HINT = "install the demo extra: pip install 'fly-jax[demo]', or -e '.[demo]' in the repository"
 
 try:
@@ -34,8 +37,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fly_jax")
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
-INTERRUPTED = 130
-"""Exit status after Ctrl-C."""
 bench_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure ratios on this machine.")
 app.add_typer(bench_app, name="bench")
 
@@ -77,9 +78,7 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] not in ("gguf", "jinja2", "safetensors", "tokenizers"):
             raise
-        _fail(
-            f"{error.name} is not installed; install the demo extra: pip install 'fly-jax[demo]', or -e '.[demo]' here"
-        )
+        _fail(f"{error.name} is not installed; {INSTALL_HINT}")
 
 
 def entry_point() -> None:

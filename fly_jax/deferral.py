@@ -27,7 +27,7 @@ class Deferral:
 
 def defer(inputs: Inputs, target: TargetScores, native: Acceptance, config: FlyConfig | None) -> Deferral:
     """Sections 2 and 3 of the rule: the entropy gate, looked at only where the window lets a rejection be deferred."""
-    num_requests, num_positions = native.accepted.shape
+    num_positions = native.accepted.shape[1]
     nowhere = Deferral(jnp.zeros_like(native.accepted), jnp.full(native.accepted.shape, jnp.nan, jnp.float32))
     if config is None or num_positions < 2:
         return nowhere
@@ -36,7 +36,7 @@ def defer(inputs: Inputs, target: TargetScores, native: Acceptance, config: FlyC
         window_size = min(DEFAULT_WINDOW_SIZE, num_positions - 1)
     # Two deferrals of a request are at least W + 1 apart.
     most_deferrals = num_positions // (window_size + 1)
-    if most_deferrals == 0 or num_requests == 0:
+    if most_deferrals == 0:
         return nowhere
 
     position = jnp.arange(num_positions, dtype=jnp.int32)[None]
@@ -54,7 +54,7 @@ def defer(inputs: Inputs, target: TargetScores, native: Acceptance, config: FlyC
     slot_entropy = _entropies(target, slot_rows, jnp.any(in_slot, axis=2), config.entropy_top_k)
     entropy = jnp.take_along_axis(slot_entropy, jnp.clip(nth, 0, most_deferrals - 1), axis=1)
     entropy = jnp.where(candidate, entropy, jnp.nan)
-    threshold = jnp.broadcast_to(jnp.asarray(config.entropy_threshold, jnp.float32), (num_requests,))
+    threshold = jnp.broadcast_to(jnp.asarray(config.entropy_threshold, jnp.float32), native.accepted.shape[:1])
     return Deferral(candidate & (entropy >= threshold[:, None]), entropy)
 
 
@@ -91,9 +91,7 @@ def _entropy(target: TargetScores, rows: Array, top_k: int) -> Array:
         mass = kernels.row_mass(logits, row_max, vocab_size=target.vocab_size)
         log_probability = (values - row_max[:, None]) - jnp.log(mass)[:, None]
     else:
-        log_probability = target.softmax.log_probability(rows, values)
-        if target.threshold is not None:
-            log_probability = jnp.where(values < target.threshold[rows][:, None], -jnp.inf, log_probability)
+        log_probability = target.log_probability(rows, values)
     p = processing.probability(log_probability)
     entropy = -jnp.sum(jnp.where(p > 0, p * log_probability, 0.0), axis=1)
     return jnp.where(defined, entropy, jnp.nan)

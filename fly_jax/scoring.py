@@ -69,12 +69,18 @@ class TargetScores:
         excluded = ~(processed > -jnp.inf)
         return excluded if self.threshold is None else excluded | (logits < self.threshold[rows])
 
+    def log_probability(self, rows: Array, logits: Array) -> Array:
+        """Processed log-probabilities of float32 `logits` `[R, C]` of `rows` `[R]`; only where something samples."""
+        assert self.softmax is not None
+        log_probability = self.softmax.log_probability(rows, logits)
+        if self.threshold is None:
+            return log_probability
+        return jnp.where(logits < self.threshold[rows][:, None], -jnp.inf, log_probability)
+
     def probabilities(self, rows: Array) -> Array:
         """`[R, V]` float32 processed probabilities of `rows` `[R]`; only where something samples."""
-        assert self.softmax is not None
         logits = kernels.mask_columns(kernels.gather_rows(self.logits, rows), self.vocab_size)
-        p = processing.probability(self.softmax.log_probability(rows, logits))
-        return p if self.threshold is None else jnp.where(logits < self.threshold[rows][:, None], 0.0, p)
+        return processing.probability(self.log_probability(rows, logits))
 
 
 @dataclasses.dataclass(frozen=True)

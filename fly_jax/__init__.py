@@ -1,5 +1,6 @@
 """FLy verification for speculative decoding, as one pure JAX function."""
 
+from fly_jax.compat import compiler_options
 from fly_jax.config import FlyConfig
 from fly_jax.logprobs import emitted_logprobs
 from fly_jax.noise import VerifyNoise, VllmV2Noise
@@ -10,6 +11,7 @@ __all__ = [
     "Verification",
     "VerifyNoise",
     "VllmV2Noise",
+    "compiler_options",
     "emitted_logprobs",
     "fly_verify",
     "fly_verify_rows",

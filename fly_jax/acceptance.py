@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 from jax import Array
 
-from fly_jax import processing
+from fly_jax import kernels
 from fly_jax.inputs import Inputs
 from fly_jax.scoring import DraftDistribution, TargetScores
 
@@ -37,13 +37,13 @@ def accept(inputs: Inputs, target: TargetScores, draft: DraftDistribution | None
         return Acceptance(proposed & greedy_accepted, deferrable)
 
     greedy = inputs.greedy[:, None]
-    p = processing.probability(target.softmax.log_probability(rows, logits))
+    p = kernels.probability(target.softmax.log_probability(rows, logits))
     ratio = p
     if draft is not None:
         one_hot = draft.one_hot[:, None]
         q = draft.token_probability(inputs.draft_token_ids)
         ratio = jnp.where(one_hot, p, p / q)
         # q > 0 on every backend: some flush what is below the smallest normal number. A NaN fails as well.
-        deferrable &= greedy | one_hot | (q >= processing.TINY)
+        deferrable &= greedy | one_hot | (q >= kernels.TINY)
     sampling_accepted = deferrable & (p > 0) & (ratio >= uniform)
     return Acceptance(proposed & jnp.where(greedy, greedy_accepted, sampling_accepted), deferrable)

@@ -63,6 +63,13 @@ ModelOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 
+class Clock(enum.StrEnum):
+    """What a benchmark counts."""
+
+    CPU = "cpu"
+    WALL = "wall"
+
+
 def main() -> None:
     """Runs the command line; problems that a user can fix are one line and exit status 2."""
     from fly_jax.decode.errors import ModelError
@@ -186,6 +193,53 @@ def bench_decode(
             print(json.dumps({"versions": versions(), "model": loaded.name, **result.fields()}, indent=2))
         else:
             Console().print(bench_table(result))
+
+
+@bench_app.command("verify")
+def bench_verify(
+    cases: Annotated[
+        str, typer.Option(help="Names with commas between them, all, or none (with --growth); a wrong name lists them.")
+    ] = "all",
+    rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds.")] = 15,
+    clock: Annotated[
+        Clock,
+        typer.Option(
+            help="cpu: CPU time of this process over all its threads, which other work on the machine and a lucky "
+            "spread over cores hardly change; wall: what a caller waits, which is what counts on an accelerator."
+        ),
+    ] = Clock.CPU,
+    growth: Annotated[bool, typer.Option("--growth", help="Also measure along the batch and the vocabulary.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw --growth into this PNG file (extra: bench).")] = None,
+    json_output: JsonOption = False,
+) -> None:
+    """fly_verify against reading the logits once, and beside other verifiers: ratios of one interleaved run."""
+    with _interruptible():
+        from fly_jax.bench.verify_command import bench_verify as run
+
+        if not run(
+            cases,
+            rounds=rounds,
+            clock=str(clock),
+            growth=growth or plot is not None,
+            plot=plot,
+            json_output=json_output,
+        ):
+            raise SystemExit(INTERRUPTED)
+
+
+@bench_app.command("kernels")
+def bench_kernels(
+    compile_only: Annotated[
+        bool, typer.Option("--compile-only", help="Compile for every GPU instead, without one (extra: triton).")
+    ] = False,
+    rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds.")] = 15,
+    json_output: JsonOption = False,
+) -> None:
+    """The GPU kernel against a copy of the logits, XLA and torch; or what it takes, compiled for each GPU."""
+    with _interruptible():
+        from fly_jax.bench.kernels import bench_kernels as run
+
+        run(compile_only=compile_only, rounds=rounds, json_output=json_output)
 
 
 def _generate(options: Mapping[str, Any]) -> None:

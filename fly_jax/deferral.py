@@ -3,9 +3,8 @@
 import dataclasses
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
-from fly_jax import kernels, processing
 from fly_jax.acceptance import Acceptance
 from fly_jax.config import DEFAULT_WINDOW_SIZE, FlyConfig
 from fly_jax.inputs import Inputs
@@ -51,7 +50,7 @@ def defer(inputs: Inputs, target: TargetScores, native: Acceptance, config: FlyC
     in_slot = candidate[:, None, :] & (nth[:, None, :] == slot[None, :, None])
     slot_position = jnp.sum(jnp.where(in_slot, position[:, None, :], 0), axis=2, dtype=jnp.int32)
     slot_rows = jnp.take_along_axis(inputs.row_index, slot_position, axis=1)
-    slot_entropy = _entropies(target, slot_rows, jnp.any(in_slot, axis=2), config.entropy_top_k)
+    slot_entropy = target.entropies(slot_rows, jnp.any(in_slot, axis=2))
     entropy = jnp.take_along_axis(slot_entropy, jnp.clip(nth, 0, most_deferrals - 1), axis=1)
     entropy = jnp.where(candidate, entropy, jnp.nan)
     threshold = jnp.broadcast_to(jnp.asarray(config.entropy_threshold, jnp.float32), native.accepted.shape[:1])
@@ -64,34 +63,3 @@ def _window_accepted(accepted: Array, window_size: int) -> Array:
     count = jnp.pad(jnp.cumsum(accepted, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
     inside = count[:, window_size + 1 :] - count[:, 1 : num_positions - window_size + 1] == window_size
     return jnp.pad(inside, ((0, 0), (0, window_size)))
-
-
-def _entropies(target: TargetScores, rows: Array, wanted: Array, top_k: int) -> Array:
-    """The entropy of `rows` `[B, R]` where wanted `[B, R]`, NaN elsewhere, one row after the other."""
-
-    def look(row: Array) -> Array:
-        return _entropy(target, row[None], top_k)[0]
-
-    def skip(row: Array) -> Array:
-        # Derived from the row, so that under shard_map both branches vary over the same axes.
-        return row.astype(jnp.float32) * 0.0 + jnp.nan
-
-    entropy = lax.map(lambda slot: lax.cond(slot[1], look, skip, slot[0]), (rows.reshape(-1), wanted.reshape(-1)))
-    return entropy.reshape(rows.shape)
-
-
-def _entropy(target: TargetScores, rows: Array, top_k: int) -> Array:
-    """Section 2: H in nats over the top k of the full softmax, not renormalised; `[R]` float32 for rows `[R]`."""
-    logits = kernels.gather_rows(target.logits, rows)
-    row_max = target.statistics.max[rows]
-    defined = jnp.isfinite(row_max)
-    values = kernels.top_values(logits, target.statistics.block_max[rows], top_k, vocab_size=target.vocab_size)
-    if target.softmax is None:
-        row_max = jnp.where(defined, row_max, 0.0)
-        mass = kernels.row_mass(logits, row_max, vocab_size=target.vocab_size)
-        log_probability = (values - row_max[:, None]) - jnp.log(mass)[:, None]
-    else:
-        log_probability = target.log_probability(rows, values)
-    p = processing.probability(log_probability)
-    entropy = -jnp.sum(jnp.where(p > 0, p * log_probability, 0.0), axis=1)
-    return jnp.where(defined, entropy, jnp.nan)

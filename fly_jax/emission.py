@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jax import Array, lax
 
-from fly_jax import kernels, processing
+from fly_jax import kernels
 from fly_jax.inputs import Inputs
 from fly_jax.noise import VllmV2Noise, murmur_gumbel
 from fly_jax.scoring import DraftDistribution, TargetScores
@@ -80,7 +80,7 @@ def _sample(
             token, total = inverse_cdf(weights, inputs.noise.final_uniform)  # type: ignore[union-attr]
         else:
             score = jnp.where(weights > 0, jnp.log(weights) + gumbel, -jnp.inf)
-            token = kernels.row_statistics(score).argmax
+            token, _ = kernels.argmax_and_max(score)
             total = jnp.sum(kernels.block_sums(weights), axis=1)
         return token, jnp.isfinite(total) & (total > 0)
 
@@ -93,7 +93,7 @@ def _sample(
     q = draft.probabilities(jnp.minimum(num_accepted, inputs.draft_token_ids.shape[1] - 1), p.shape[1])
     difference = p - q
     # A NaN in q is kept, so that the total tells; what is below the smallest normal number is 0 on every backend.
-    residual = jnp.where(difference < processing.TINY, 0.0, difference)
+    residual = jnp.where(difference < kernels.TINY, 0.0, difference)
     token, possible = draw(jnp.where((rejected & ~draft.one_hot)[:, None], residual, without_draft))
     return lax.cond(
         jnp.any(~possible & ~inputs.greedy),
@@ -123,8 +123,8 @@ def _first_reaching(weights: Array, uniform: Array) -> tuple[Array, Array]:
 
 def _finite_argmax(target: TargetScores, rows: Array) -> Array:
     logits = kernels.mask_columns(kernels.gather_rows(target.logits, rows), target.vocab_size)
-    statistics = kernels.row_statistics(jnp.where(jnp.isfinite(logits), logits, -jnp.inf))
-    return jnp.where(statistics.max > -jnp.inf, statistics.argmax, 0)
+    argmax, row_max = kernels.argmax_and_max(jnp.where(jnp.isfinite(logits), logits, -jnp.inf))
+    return jnp.where(row_max > -jnp.inf, argmax, 0)
 
 
 def _at(values: Array, position: Array, pad: int | bool | None = None) -> Array:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from fly_jax.inputs import check_logits, check_sampling_params, check_vocab_size
+from fly_jax.processing import SamplingParams
 from fly_jax.scoring import score_rows
 from fly_jax.verify import Verification
 
@@ -24,7 +25,8 @@ def emitted_logprobs(
     """The target's log-probability of each emitted token, in nats.
 
     Without sampling parameters it is that of the raw logits (what engines return as `logprobs`); with them, of the
-    processed distribution. A token that is excluded, or outside the vocabulary, has -inf.
+    processed distribution. A token that is excluded, or outside the vocabulary, has -inf. Differentiable with respect
+    to the logits.
 
     Args:
       target_logits: `[B, K + 1, V]` as given to `fly_verify`.
@@ -56,13 +58,21 @@ def emitted_logprobs(
         # Greedy requests are scored raw.
         params = check_sampling_params(0.0, None, None, None, num_requests)
     params = jax.tree.map(lambda values: jnp.repeat(values, num_rows, total_repeat_length=len(logits)), params)
-    target = score_rows(logits, params, vocab_size=check_vocab_size(vocab_size, num_columns))
-    rows = jnp.arange(len(logits), dtype=jnp.int32).reshape(num_requests, num_rows)
-    emitted = verification.token_ids >= 0
+    return _emitted_logprobs(logits, verification.token_ids, params, check_vocab_size(vocab_size, num_columns))
+
+
+# Compiled as a whole, so that only what is used of the rows' statistics is computed.
+@jax.jit
+def _emitted_logprobs(logits: Array, token_ids: Array, params: SamplingParams, vocab_size: Array | None) -> Array:
+    num_rows, num_columns = logits.shape
+    # In XLA on every platform: unlike the kernels it can be differentiated, as a policy's log-probabilities are.
+    target = score_rows(logits, params, vocab_size=vocab_size, implementation="xla")
+    rows = jnp.arange(num_rows, dtype=jnp.int32).reshape(token_ids.shape)
+    emitted = token_ids >= 0
     assert target.softmax is not None
     # A bonus token of the caller's may lie anywhere.
-    known = emitted & (verification.token_ids < (num_columns if target.vocab_size is None else target.vocab_size))
-    logits = target.token_logits(rows, jnp.where(known, verification.token_ids, 0))
-    log_probability = target.softmax.log_probability(rows, logits)
-    log_probability = jnp.where(known & ~target.excludes(rows, logits), log_probability, -jnp.inf)
+    known = emitted & (token_ids < (num_columns if vocab_size is None else vocab_size))
+    token_logits = target.token_logits(rows, jnp.where(known, token_ids, 0))
+    log_probability = target.softmax.log_probability(rows, token_logits)
+    log_probability = jnp.where(known & ~target.excludes(rows, token_logits), log_probability, -jnp.inf)
     return jnp.where(emitted & target.valid[rows], log_probability, jnp.nan)

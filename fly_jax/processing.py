@@ -6,23 +6,19 @@ is at or above the threshold, and -inf elsewhere. All ties at a cut-off are kept
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 
 from fly_jax import kernels
 
 GREEDY_TEMPERATURE = 1e-5
 """A request with a temperature below this is greedy, as in vLLM."""
 
-TINY = np.float32(np.finfo(np.float32).tiny)
-"""A probability below float32's smallest normal number is 0: some backends flush such numbers and some do not."""
-
-_LOG_TINY = np.float32(np.log(TINY))
+_LOG_TINY = np.float32(np.log(kernels.TINY))
 _MAX = np.float32(np.finfo(np.float32).max)
 
 
@@ -59,12 +55,7 @@ def divisor(temperature: Array) -> Array:
 
 def scale(divisor: Array) -> Array:
     """One over the divisor, and never 0, so that -inf stays what it is."""
-    return jnp.maximum(1.0 / divisor, TINY)
-
-
-def probability(log_probability: Array) -> Array:
-    """`exp`, with what is below float32's smallest normal number as 0, on every backend; NaN stays NaN."""
-    return jnp.where(log_probability < _LOG_TINY, 0.0, jnp.exp(log_probability))
+    return jnp.maximum(1.0 / divisor, kernels.TINY)
 
 
 def divide(values: Array, divisor: Array) -> Array:
@@ -95,17 +86,21 @@ def thresholds(
         return None
     active = ~is_greedy(params.temperature)
     threshold = jnp.full_like(row_max, -jnp.inf)
+    if vocab_size is not None:
+        vocab_size = jnp.broadcast_to(vocab_size, row_max.shape)
     if params.min_p is not None:
-        cutoff = divide(row_max, row_divisor) + jnp.log(jnp.clip(params.min_p, TINY, 1.0))
+        cutoff = divide(row_max, row_divisor) + jnp.log(jnp.clip(params.min_p, kernels.TINY, 1.0))
         least = _least_logit(cutoff, row_max, row_divisor)
         threshold = jnp.where(active & (params.min_p > 0), least, threshold)
     if params.top_k is not None:
         on = active & (params.top_k > 0) & (params.top_k < logits.shape[1])
-        kth = _kth_largest(logits, row_max, jnp.where(on, params.top_k, 1), vocab_size)
+        kth = kernels.kth_largest(logits, row_max, jnp.where(on, params.top_k, 1), on, vocab_size)
         least = _least_logit(divide(kth, row_divisor), row_max, row_divisor)
         threshold = jnp.where(on, jnp.maximum(threshold, least), threshold)
     if params.top_p is not None:
-        last = _last_of_nucleus(logits, row_max, row_divisor, threshold, params.top_p, vocab_size)
+        last = kernels.smallest_in_nucleus(
+            logits, row_max, scale(row_divisor), params.top_p, active, threshold=threshold, vocab_size=vocab_size
+        )
         least = _least_logit(divide(last, row_divisor), row_max, row_divisor)
         threshold = jnp.where(active & (params.top_p < 1), jnp.maximum(threshold, least), threshold)
     return threshold
@@ -113,65 +108,5 @@ def thresholds(
 
 def _least_logit(cutoff: Array, row_max: Array, row_divisor: Array) -> Array:
     """The smallest logit whose quotient reaches the cut-off; `row_max` is known to."""
-    return -_largest_passing(
-        lambda negated: divide(-negated, row_divisor) >= cutoff, -row_max, jnp.full_like(cutoff, _MAX)
-    )
-
-
-def _kth_largest(logits: Array, row_max: Array, k: Array, vocab_size: Array | None) -> Array:
-    values = kernels.mask_columns(logits, vocab_size)
-
-    def enough(threshold: Array) -> Array:
-        # Sums over blocks: float32 counts are exact below 2**24.
-        kept = kernels.block_sums((values >= threshold[:, None]).astype(jnp.float32))
-        return jnp.sum(kept, axis=1) >= k.astype(jnp.float32)
-
-    return _largest_passing(enough, jnp.full_like(row_max, -_MAX), row_max)
-
-
-def _last_of_nucleus(
-    logits: Array, row_max: Array, row_divisor: Array, threshold: Array, top_p: Array, vocab_size: Array | None
-) -> Array:
-    """The smallest kept logit: the mass strictly above it is below `top_p` of the mass kept so far."""
-
-    def mass(threshold: Array) -> Array:
-        return kernels.row_mass(logits, row_max, scale=scale(row_divisor), threshold=threshold, vocab_size=vocab_size)
-
-    wanted = top_p * mass(threshold)
-    # Below this the probability relative to the maximum's is 0 in float32.
-    lowest = jnp.maximum(threshold, jnp.maximum(row_max + _LOG_TINY * row_divisor, -_MAX))
-    last = _largest_passing(lambda threshold: mass(threshold) >= wanted, lowest, row_max)
-    # Where even everything falls short of the mass by rounding, nothing is cut.
-    return jnp.where(mass(last) >= wanted, last, threshold)
-
-
-def _largest_passing(passes: Callable[[Array], Array], lowest: Array, highest: Array) -> Array:
-    """The largest float32 in `[lowest, highest]` that passes; `passes` is True below some number and False above.
-
-    A binary search over the floats in their order: exact after at most 32 steps, whatever the values are.
-    """
-
-    def unfinished(bounds: tuple[Array, Array]) -> Array:
-        low, high = bounds
-        return jnp.any(low < high)
-
-    def halve(bounds: tuple[Array, Array]) -> tuple[Array, Array]:
-        low, high = bounds
-        middle = high - (high - low) // jnp.uint32(2)
-        passed = passes(_from_order(middle))
-        return jnp.where(passed, middle, low), jnp.where(passed, high, jnp.maximum(middle - jnp.uint32(1), low))
-
-    low, high = _to_order(jnp.minimum(lowest, highest)), _to_order(highest)
-    return _from_order(lax.while_loop(unfinished, halve, (low, high))[0])
-
-
-def _to_order(values: Array) -> Array:
-    """Uint32 in the order of the floats."""
-    bits = lax.bitcast_convert_type(values, jnp.uint32)
-    negative = bits >> jnp.uint32(31) == jnp.uint32(1)
-    return jnp.where(negative, ~bits, bits | jnp.uint32(0x80000000))
-
-
-def _from_order(order: Array) -> Array:
-    negative = order >> jnp.uint32(31) == jnp.uint32(0)
-    return lax.bitcast_convert_type(jnp.where(negative, ~order, order & jnp.uint32(0x7FFFFFFF)), jnp.float32)
+    low, high = kernels.to_key(-row_max), kernels.to_key(jnp.full_like(cutoff, _MAX))
+    return -kernels.largest_passing(lambda negated: divide(-negated, row_divisor) >= cutoff, low, high)

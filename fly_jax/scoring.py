@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from fly_jax import kernels, processing
+from fly_jax.config import DEFAULT_ENTROPY_TOP_K
 from fly_jax.inputs import Inputs
 
 
@@ -37,7 +38,7 @@ class Softmax:
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["logits", "vocab_size", "statistics", "valid", "softmax", "threshold"],
-    meta_fields=[],
+    meta_fields=["entropy_top_k"],
 )
 @dataclasses.dataclass(frozen=True)
 class TargetScores:
@@ -46,8 +47,9 @@ class TargetScores:
     Attributes:
       logits: `[N, V]`, as given.
       vocab_size: int32 scalar or None.
-      statistics: of the rows as given.
+      statistics: of the processed rows.
       valid: `[N]` bool: the row is a distribution, or one a greedy request can take its argmax from (section 6).
+      entropy_top_k: what the entropy is taken over.
       softmax: of the processed rows; None when every request is greedy.
       threshold: `[N]` float32, the smallest logit the masks keep; None when nothing is masked.
     """
@@ -56,8 +58,23 @@ class TargetScores:
     vocab_size: Array | None
     statistics: kernels.RowStatistics
     valid: Array
+    entropy_top_k: int
     softmax: Softmax | None = None
     threshold: Array | None = None
+
+    def entropies(self, rows: Array, wanted: Array) -> Array:
+        """The entropy of `rows`, in range, where `wanted` (one shape), NaN elsewhere."""
+        entropy = kernels.entropies_at(
+            self.statistics,
+            self.logits,
+            rows.reshape(-1),
+            wanted.reshape(-1),
+            scale=None if self.softmax is None else self.softmax.scale,
+            threshold=self.threshold,
+            vocab_size=self.vocab_size,
+            k=self.entropy_top_k,
+        )
+        return entropy.reshape(rows.shape)
 
     def token_logits(self, rows: Array, token_ids: Array) -> Array:
         """Float32 logits of `token_ids` in `rows`, both of one shape and in range."""
@@ -80,7 +97,7 @@ class TargetScores:
     def probabilities(self, rows: Array) -> Array:
         """`[R, V]` float32 processed probabilities of `rows` `[R]`; only where something samples."""
         logits = kernels.mask_columns(kernels.gather_rows(self.logits, rows), self.vocab_size)
-        return processing.probability(self.log_probability(rows, logits))
+        return kernels.probability(self.log_probability(rows, logits))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,10 +136,10 @@ class DraftDistribution:
     def _processed(self, rows: Array, values: Array) -> Array:
         if self.softmax is None:
             return values
-        return processing.probability(self.softmax.log_probability(rows, values))
+        return kernels.probability(self.softmax.log_probability(rows, values))
 
 
-def score_target(inputs: Inputs) -> TargetScores:
+def score_target(inputs: Inputs, entropy_top_k: int) -> TargetScores:
     """Scores every row of the target once; rows that take no part are scored as greedy ones."""
     params = inputs.params
     if params.temperature is not None:
@@ -131,23 +148,37 @@ def score_target(inputs: Inputs) -> TargetScores:
         owner = _per_row(request, inputs.row_index, inputs.live, num_requests, inputs.logits.shape[0])
         params = jax.tree.map(lambda values: values[jnp.minimum(owner, num_requests - 1)], params)
         params = dataclasses.replace(params, temperature=jnp.where(owner < num_requests, params.temperature, 0.0))
-    return score_rows(inputs.logits, params, vocab_size=inputs.vocab_size)
+    return score_rows(inputs.logits, params, vocab_size=inputs.vocab_size, entropy_top_k=entropy_top_k)
 
 
-@jax.jit
-def score_rows(logits: Array, params: processing.SamplingParams, *, vocab_size: Array | None = None) -> TargetScores:
+def score_rows(
+    logits: Array,
+    params: processing.SamplingParams,
+    *,
+    vocab_size: Array | None = None,
+    entropy_top_k: int = DEFAULT_ENTROPY_TOP_K,
+    implementation: str | None = None,
+) -> TargetScores:
     """Scores `[N, V]` logits under parameters of `[N]` rows; its mass only when something may sample."""
-    statistics = kernels.row_statistics(logits, vocab_size=vocab_size)
-    valid = ~statistics.has_nan & (statistics.max > -jnp.inf)
+    read = functools.partial(
+        kernels.row_statistics, logits, vocab_size=vocab_size, k=entropy_top_k, implementation=implementation
+    )
     if params.temperature is None:
-        return TargetScores(logits, vocab_size, statistics, valid)
+        statistics = read()
+        valid = ~statistics.has_nan & (statistics.max > -jnp.inf)
+        return TargetScores(logits, vocab_size, statistics, valid, entropy_top_k)
     divisor = processing.divisor(params.temperature)
-    usable = valid & jnp.isfinite(processing.divide(statistics.max, divisor))
-    row_max = jnp.where(usable, statistics.max, 0.0)
-    threshold = processing.thresholds(logits, row_max, divisor, params, vocab_size=vocab_size)
-    softmax = _softmax(logits, row_max, processing.scale(divisor), threshold, vocab_size)
-    valid = jnp.where(processing.is_greedy(params.temperature), valid, usable)
-    return TargetScores(logits, vocab_size, statistics, valid, softmax, threshold)
+    scale = processing.scale(divisor)
+    statistics = read(scale=scale)
+    threshold = processing.thresholds(logits, statistics.shift, divisor, params, vocab_size=vocab_size)
+    if threshold is not None:
+        statistics = read(scale=scale, threshold=threshold)
+    # The mass is NaN just where the row holds one; looking for NaN apart would be one more pass on CPU.
+    valid = ~jnp.isnan(statistics.log_mass) & (statistics.max > -jnp.inf)
+    usable = jnp.isfinite(processing.divide(statistics.max, divisor))
+    valid &= processing.is_greedy(params.temperature) | usable
+    softmax = Softmax(statistics.shift, scale, statistics.log_mass)
+    return TargetScores(logits, vocab_size, statistics, valid, entropy_top_k, softmax, threshold)
 
 
 def score_draft(inputs: Inputs) -> DraftDistribution | None:
@@ -163,16 +194,11 @@ def score_draft(inputs: Inputs) -> DraftDistribution | None:
     position = jnp.arange(draft.row_index.shape[1], dtype=jnp.int32)[None]
     drafted = position < inputs.num_draft_tokens[:, None]
     divisor = _per_row(temperature, draft.row_index, drafted, 1.0, draft.values.shape[0])
-    row_max = kernels.row_statistics(draft.values, vocab_size=inputs.vocab_size).max
-    row_max = jnp.where(jnp.isfinite(row_max), row_max, 0.0)
-    softmax = _softmax(draft.values, row_max, processing.scale(divisor), None, inputs.vocab_size)
+    scale = processing.scale(divisor)
+    statistics = kernels.row_statistics(draft.values, scale=scale, vocab_size=inputs.vocab_size, k=1)
+    softmax = Softmax(statistics.shift, scale, statistics.log_mass)
     one_hot = processing.is_greedy(inputs.draft_temperature)
     return DraftDistribution(draft.values, draft.row_index, one_hot, inputs.vocab_size, softmax)
-
-
-def _softmax(logits: Array, row_max: Array, scale: Array, threshold: Array | None, vocab_size: Array | None) -> Softmax:
-    mass = kernels.row_mass(logits, row_max, scale=scale, threshold=threshold, vocab_size=vocab_size)
-    return Softmax(row_max, scale, jnp.log(mass))
 
 
 def _per_row(values: Array, rows: Array, live: Array, fill: float, num_rows: int) -> Array:

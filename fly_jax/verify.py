@@ -238,12 +238,14 @@ def fly_verify_rows(
 # Compiled as a whole even when the caller does not: op by op the first call takes many times as long.
 @jax.jit
 def _verify(inputs: Inputs, config: FlyConfig | None) -> Verification:
+    # Decisions have no gradient, and the kernels no rule for one: a loss beside them can still be differentiated.
+    inputs = jax.tree.map(jax.lax.stop_gradient, inputs)
     num_requests, num_positions = inputs.draft_token_ids.shape
     if num_requests == 0:
         return _nothing(num_positions)
     if inputs.keys is not None:
         inputs = dataclasses.replace(inputs, noise=verify_noise(inputs.keys, num_positions))
-    target = score_target(inputs)
+    target = score_target(inputs, 1 if config is None else config.entropy_top_k)
     draft = score_draft(inputs)
     native = accept(inputs, target, draft, _uniform(inputs))
     deferral = defer(inputs, target, native, config)

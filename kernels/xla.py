@@ -1,12 +1,8 @@
-"""Row statistics in plain XLA.
+"""Row statistics in plain XLA, for every platform; made for the CPU, where each pass runs at memory speed or near it.
 
-The vocabulary axis is reduced to the maxima of blocks of 128 columns first; everything else is looked up inside the
-few blocks that matter. On CPU this reads the logits once at memory speed, where `jnp.argmax` and `lax.top_k` over
-the vocabulary cost 60 to 300 times as much.
+What XLA CPU does to the plain forms is said where it is avoided; `kernels/README.md` has the figures.
 """
 
-import dataclasses
-import functools
 from collections.abc import Callable
 
 import jax
@@ -14,189 +10,186 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-BLOCK = 128
-"""Columns per block, here and in the two-step inverse CDF."""
+from fly_jax.kernels import blocks
+from fly_jax.kernels.statistics import RowOperands, RowStatistics, shift_of, top_k_entropy
 
-_NEG_INF = np.float32(-np.inf)
+_LOG2_E = np.float32(np.log2(np.e))
 
-
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["argmax", "max", "block_max", "has_nan"], meta_fields=[]
+# 2 ** r - 1 over r on [-1/2, 1/2], lowest power first: 2 ** r to 2e-9 but for rounding, and 2 ** 0 is exactly 1, so
+# that equal logits give masses that are whole numbers. (Minimax, by linear programming.)
+_EXP2_MINUS_1 = tuple(
+    np.float32(each)
+    for each in (0.6931472028, 0.2402264801, 0.05550332348, 0.009618429334, 0.001339893518, 0.0001535515531)
 )
-@dataclasses.dataclass(frozen=True)
-class RowStatistics:
-    """What one read of `N` rows of logits gives.
 
-    Attributes:
-      argmax: `[N]` int32, lowest index on ties; unspecified for a row with a NaN.
-      max: `[N]` float32, unscaled; unspecified for a row with a NaN.
-      block_max: `[N, ceil(V / 128)]` float32.
-      has_nan: `[N]` bool.
-    """
-
-    argmax: Array
-    max: Array
-    block_max: Array
-    has_nan: Array
+# Slices of a row that are added elementwise.
+_SLICES = 8
 
 
-def row_statistics(logits: Array, *, vocab_size: Array | None = None) -> RowStatistics:
-    """Argmax, maximum and block maxima of each row, and whether it holds a NaN.
+def row_statistics(logits: Array, operands: RowOperands, *, k: int) -> RowStatistics:
+    """As `fly_jax.kernels.row_statistics`; what is not used of the result costs nothing."""
+    num_rows, num_columns = logits.shape
+    keys = lax.optimization_barrier(blocks.block_keys(logits, operands.vocab_size))
+    block_max = blocks.from_key(keys, logits.dtype)
+    argmax, row_max = blocks.argmax_and_max_of_blocks(logits, keys, operands.vocab_size)
+    mass = row_mass(
+        logits,
+        shift_of(row_max),
+        scale=operands.scale,
+        threshold=operands.threshold,
+        vocab_size=operands.vocab_size,
+    )
+    log_mass = jnp.where(jnp.isinf(row_max), row_max, jnp.log(mass))
+    threshold = operands.threshold
+    keep = None if threshold is None else lambda values: ~(values < threshold[:, None])
+    top_values = blocks.top_values(logits, block_max, k, operands.vocab_size, keep)
+    token_logits = None
+    if operands.token_ids is not None:
+        rows = jnp.arange(num_rows, dtype=jnp.int32)
+        token_logits = blocks.gather_elements(logits, rows, jnp.clip(operands.token_ids, 0, num_columns - 1))
+    return RowStatistics(
+        argmax=argmax,
+        max=row_max,
+        log_mass=log_mass,
+        top_values=top_values,
+        entropy=top_k_entropy(top_values, row_max, log_mass, operands.scale),
+        token_logits=token_logits,
+        has_nan=jnp.isnan(row_max),
+    )
 
-    Args:
-      logits: `[N, V]` float32, bfloat16 or float16.
-      vocab_size: int32 scalar; columns at or beyond it count as -inf.
 
-    Returns:
-      The statistics of the unscaled logits.
-    """
-    block_max = _block_max(logits, vocab_size)
-    argmax, row_max = _argmax_from_blocks(logits, block_max, vocab_size)
-    return RowStatistics(argmax, row_max, block_max, _has_nan(logits, block_max, vocab_size))
+def entropies_at(logits: Array, operands: RowOperands, rows: Array, wanted: Array, *, k: int) -> Array:
+    """As `fly_jax.kernels.entropies_at`: one wanted row after the other."""
+
+    def look(row: Array) -> Array:
+        # The copy of the row is the result of a cond, so that it is made: fused into the loops over it, it is 6 times
+        # as slow.
+        own_logits = lax.cond(
+            row >= 0,
+            lambda row, logits: lax.dynamic_slice_in_dim(logits, row, 1, axis=0),
+            lambda row, logits: lax.slice_in_dim(logits, 0, 1, axis=0),
+            row,
+            logits,
+        )
+        own = jax.tree.map(lambda values: values[row][None], operands)
+        return row_statistics(own_logits, own, k=k).entropy[0]
+
+    def skip(row: Array) -> Array:
+        # Derived from the row, so that under shard_map both branches vary over the same axes.
+        return row.astype(jnp.float32) * 0.0 + jnp.nan
+
+    return lax.map(lambda slot: lax.cond(slot[1], look, skip, slot[0]), (rows, wanted))
 
 
 def row_mass(
     logits: Array,
-    row_max: Array,
+    shift: Array,
     *,
     scale: Array | None = None,
     threshold: Array | None = None,
     vocab_size: Array | None = None,
 ) -> Array:
-    """The mass of each row relative to its maximum: the sum of `exp((logits - row_max) * scale)` over kept columns.
-
-    A log-probability is then `(logit - row_max) * scale - log(mass)`, which stays precise for large logits and low
-    temperatures.
+    """The mass of each row: the sum of `exp((logits - shift) * scale)` over the kept columns.
 
     Args:
       logits: `[N, V]` float32, bfloat16 or float16.
-      row_max: `[N]` float32, the maximum of each row (any finite number where there is none).
+      shift: `[N]` float32, the maximum of each row, or any finite number where that is not finite.
       scale: `[N]` float32, one over the temperature; None is 1.
       threshold: `[N]` float32; logits below it are left out.
-      vocab_size: int32 scalar; columns at or beyond it are left out.
+      vocab_size: int32 scalar or `[N]`; columns at or beyond it are left out.
 
     Returns:
-      `[N]` float32; NaN for a row with a NaN.
+      `[N]` float32, to about 2e-6; NaN for a row with a NaN, and for one with +inf.
     """
-    # Keeps XLA from sharing one float32 copy of 16-bit logits with the pass that looks for NaN: the two barriers must
-    # differ, or they are merged.
-    logits, row_max = lax.optimization_barrier((logits, row_max))
-    values = mask_columns(logits, vocab_size)
-    exponent = values - row_max[:, None]
-    mass = jnp.exp(exponent if scale is None else exponent * scale[:, None])
+    num_columns = logits.shape[1]
+    rate = jnp.full_like(shift, _LOG2_E)
+    if scale is not None:
+        rate = jnp.minimum(scale * _LOG2_E, np.finfo(np.float32).max)
     if threshold is not None:
-        mass = jnp.where(values < threshold[:, None], 0.0, mass)
-    return lax.optimization_barrier(jnp.sum(block_sums(mass), axis=1))
+        # In a loop over thresholds XLA would move everything else out of it, and keep copies of all rows.
+        logits, threshold = lax.optimization_barrier((logits, threshold))
+
+    def weights(first: int, width: int) -> Array:
+        values = logits[:, first : first + width].astype(jnp.float32)
+        weight = _exp2((values - shift[:, None]) * rate[:, None])
+        if threshold is not None:
+            weight = jnp.where(values < threshold[:, None], 0.0, weight)
+        return weight if vocab_size is None else jnp.where(_inside(values, first, vocab_size), weight, 0.0)
+
+    return _sum_of_slices(num_columns, weights, lambda values: jnp.sum(_opaque(values, shift), axis=1))
 
 
-def top_values(logits: Array, block_max: Array, k: int, *, vocab_size: Array | None = None) -> Array:
-    """The `k` largest values of each row, in descending order.
+def count_from(logits: Array, threshold: Array, vocab_size: Array | None = None) -> Array:
+    """`[N]` int32: how many logits of each row are at or above `threshold` `[N]` float32."""
+    logits, threshold = lax.optimization_barrier((logits, threshold))
 
-    The k largest values lie in the k blocks with the largest maxima, so only those are searched.
+    def kept(first: int, width: int) -> Array:
+        values = logits[:, first : first + width].astype(jnp.float32)
+        mask = values >= threshold[:, None]
+        if vocab_size is not None:
+            mask &= _inside(values, first, vocab_size)
+        return mask.astype(jnp.int32)
 
-    Args:
-      logits: `[R, V]` float32 without NaN.
-      block_max: `[R, ceil(V / 128)]` float32, their block maxima.
-      k: how many; at most V are returned.
-      vocab_size: int32 scalar; columns at or beyond it count as -inf.
-
-    Returns:
-      `[R, min(k, V)]` float32.
-    """
-    num_rows, num_columns = logits.shape
-    # One barrier on each output of top_k: without it XLA CPU replaces the TopK call by a full stable sort.
-    blocks = lax.optimization_barrier(lax.top_k(block_max, min(k, block_max.shape[1]))[1])
-    columns = (blocks[:, :, None] * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)[None, None]).reshape(num_rows, -1)
-    limit = jnp.int32(num_columns) if vocab_size is None else vocab_size
-    values = jnp.take_along_axis(logits, jnp.minimum(columns, num_columns - 1), axis=1)
-    values = jnp.where(columns < limit, values, _NEG_INF)
-    return lax.optimization_barrier(lax.top_k(values, min(k, num_columns))[0])
-
-
-def gather_rows(values: Array, rows: Array) -> Array:
-    """`[R, V]` float32 rows of `values` `[N, V]`; `rows` `[R]` int32 are in range."""
-    # Gathering the bits keeps XLA CPU from converting all of a 16-bit array to float32 first.
-    return lax.optimization_barrier(_as_float32(lax.optimization_barrier(_bits(values)[rows]), values.dtype))
-
-
-def gather_elements(values: Array, rows: Array, columns: Array) -> Array:
-    """Float32 elements `values[rows, columns]`, in the shape of the int32 indices, which are in range."""
-    return _as_float32(_bits(values)[rows, columns], values.dtype)
+    return _sum_of_slices(logits.shape[1], kept, lambda counts: jnp.sum(counts, axis=1, dtype=jnp.int32))
 
 
 def mask_columns(logits: Array, vocab_size: Array | None) -> Array:
-    """`logits` `[N, V]` as float32, columns at or beyond `vocab_size` as -inf."""
-    return _mask(logits, vocab_size).astype(jnp.float32)
+    """`logits` `[N, V]` as float32, columns at or beyond `vocab_size` (scalar or `[N]`) as -inf."""
+    values = logits.astype(jnp.float32)
+    return values if vocab_size is None else jnp.where(_inside(values, 0, vocab_size), values, -jnp.inf)
 
 
-def block_sums(values: Array) -> Array:
-    """`[N, ceil(V / 128)]` sums over blocks of 128 columns of `values` `[N, V]` float32."""
-    return _block_reduce(values, np.zeros((), np.float32), lax.add)
+def _inside(values: Array, first: int, vocab_size: Array) -> Array:
+    columns = first + lax.broadcasted_iota(jnp.int32, values.shape, 1)
+    return columns < jnp.reshape(vocab_size, (-1, 1))
 
 
-def first_true(mask: Array) -> Array:
-    """`[N]` int32 index of the first True of each row of `mask` `[N, C]`; C where there is none."""
-    return jnp.min(jnp.where(mask, _columns(mask), mask.shape[1]), axis=1, initial=mask.shape[1])
+def _sum_of_slices(num_columns: int, part: Callable[[int, int], Array], add_up: Callable[[Array], Array]) -> Array:
+    """`[N]`: the sum over a row of what `part` gives for a slice of it (its first column and width), elementwise.
+
+    A sum of eight slices is elementwise: one vectorised loop on every core, which leaves an eighth to be added up.
+    """
+    width, rest = divmod(num_columns, _SLICES)
+    sums = []
+    if width:
+        sums.append(add_up(blocks.tree(lax.add, [part(i * width, width) for i in range(_SLICES)])))
+    if rest:
+        sums.append(add_up(part(width * _SLICES, rest)))
+    return blocks.tree(lax.add, sums)
 
 
-def _block_max(logits: Array, vocab_size: Array | None) -> Array:
-    maxima = _block_reduce(_mask(logits, vocab_size), np.array(-np.inf, logits.dtype), lax.max)
-    return lax.optimization_barrier(maxima.astype(jnp.float32))
+@jax.custom_jvp
+def _exp2(exponent: Array) -> Array:
+    """`2 ** exponent` for exponents of at most 127, by polynomial; 0 below -126; NaN for NaN and +inf."""
+    whole = lax.round(exponent, lax.RoundingMethod.TO_NEAREST_EVEN)
+    rest = exponent - whole
+    power = jnp.full_like(rest, _EXP2_MINUS_1[-1])
+    for coefficient in (*_EXP2_MINUS_1[-2::-1], np.float32(1)):
+        power = power * rest + coefficient
+    # The low bits of the sum are `whole + 127`: the exponent field of `2 ** whole`. XLA's conversion to integers
+    # saturates and would cost more. It stays right when fast-math reassociates.
+    field = lax.bitcast_convert_type(whole + np.float32(1.5 * 2**23 + 127), jnp.uint32) << jnp.uint32(23)
+    return jnp.where(exponent < -126.0, 0.0, power * lax.bitcast_convert_type(field, jnp.float32))
 
 
-def _block_reduce(values: Array, initial: np.ndarray, operation: Callable[[Array, Array], Array]) -> Array:
-    num_rows, num_columns = values.shape
-    if num_columns % BLOCK == 0:
-        blocks = values.reshape(num_rows, num_columns // BLOCK, BLOCK)
-        return lax.reduce(blocks, initial, operation, (2,))
-    # A window takes any number of columns; padding or slicing first would copy the whole array.
-    padding = ((0, 0), (0, -num_columns % BLOCK))
-    return lax.reduce_window(values, initial, operation, (1, BLOCK), (1, BLOCK), padding)
+@_exp2.defjvp
+def _exp2_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    power = _exp2(*primals)
+    return power, power * np.float32(np.log(2)) * tangents[0]
 
 
-def _argmax_from_blocks(logits: Array, block_max: Array, vocab_size: Array | None) -> tuple[Array, Array]:
-    num_rows, num_columns = logits.shape
-    row_max = jnp.max(block_max, axis=1)
-    block = jnp.minimum(first_true(block_max == row_max[:, None]), block_max.shape[1] - 1)
-    columns = block[:, None] * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)[None]
-    rows = jnp.arange(num_rows, dtype=jnp.int32)[:, None]
-    values = gather_elements(logits, rows, jnp.minimum(columns, num_columns - 1))
-    limit = jnp.int32(num_columns) if vocab_size is None else vocab_size
-    offset = first_true((values == row_max[:, None]) & (columns < limit))
-    return jnp.minimum(block * BLOCK + offset, num_columns - 1), row_max
+@jax.custom_jvp
+def _opaque(values: Array, shift: Array) -> Array:
+    """`values` `[N, C]`, and XLA CPU does not fuse what made them into the reduction that follows.
+
+    It would fuse float arithmetic with a reduction into one library call ("YNN fusion"), which does one operation after
+    the other on arrays of the whole size. That the mask is 0 it does not see; LLVM does, so that it costs nothing. (A
+    barrier would not do: barriers are gone by then.)
+    """
+    mask = jnp.where(shift > np.inf, jnp.uint32(1), jnp.uint32(0))[:, None]
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(values, jnp.uint32) ^ mask, jnp.float32)
 
 
-def _has_nan(logits: Array, block_max: Array, vocab_size: Array | None) -> Array:
-    # XLA CPU's maximum and minimum lose NaN on long rows; a sum never does.
-    if logits.dtype == jnp.float16:
-        # Of float16 it would be taken of a float32 copy: rows one by one are cheaper.
-        return lax.map(lambda row: jnp.any(jnp.isnan(_mask(row[None], vocab_size))), logits)
-    # The barrier keeps XLA from sharing one float32 copy of 16-bit logits between this and the maxima.
-    masked = _mask(lax.optimization_barrier(logits), vocab_size)
-    total = lax.optimization_barrier(jnp.sum(masked, axis=1, dtype=jnp.float32))
-    suspect = jnp.isnan(total) | jnp.isnan(jnp.max(block_max, axis=1))
-
-    def look(suspect: Array) -> Array:
-        # The plain sum is NaN for +inf beside -inf as well; this one is not.
-        total = jnp.sum(-jnp.abs(mask_columns(logits, vocab_size)), axis=1)
-        return suspect & jnp.isnan(total)
-
-    return lax.cond(jnp.any(suspect), look, lambda suspect: suspect, suspect)
-
-
-def _mask(logits: Array, vocab_size: Array | None) -> Array:
-    if vocab_size is None:
-        return logits
-    return jnp.where(_columns(logits) < vocab_size, logits, jnp.array(-jnp.inf, logits.dtype))
-
-
-def _columns(values: Array) -> Array:
-    return lax.broadcasted_iota(jnp.int32, values.shape, 1)
-
-
-def _bits(values: Array) -> Array:
-    return lax.bitcast_convert_type(values, jnp.uint16 if values.dtype.itemsize == 2 else jnp.uint32)
-
-
-def _as_float32(bits: Array, dtype: jnp.dtype) -> Array:
-    return lax.bitcast_convert_type(bits, dtype).astype(jnp.float32)
+@_opaque.defjvp
+def _opaque_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    return _opaque(*primals), tangents[0]

@@ -50,7 +50,7 @@ MUTATIONS = [
     Mutation(
         "q = 0 is accepted",
         "acceptance.py",
-        "(q >= processing.TINY)",
+        "(q >= kernels.TINY)",
         "(q >= 0)",
         "test_properties.py::test_a_draft_the_draft_model_excludes_is_never_kept",
     ),

@@ -1,4 +1,5 @@
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy.special import log_softmax
@@ -75,3 +76,20 @@ def test_shapes_must_agree():
     logits, verification = setup()
     with pytest.raises(ValueError, match=r"target_logits must be \[B, K \+ 1, V\] .* got \[4, 3, 300\]"):
         emitted_logprobs(logits[:, :3], verification)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradient_is_that_of_log_softmax(dtype):
+    logits, verification = setup()
+    logits = jnp.asarray(logits, dtype)
+    rows, columns = np.nonzero(np.asarray(verification.token_ids) >= 0)
+    tokens = np.asarray(verification.token_ids)[rows, columns]
+
+    def plain(logits):
+        return jax.nn.log_softmax(logits.astype(jnp.float32) / 0.7, axis=-1)[rows, columns, tokens].sum()
+
+    def ours(logits):
+        return jnp.nansum(emitted_logprobs(logits, verification, temperature=0.7))
+
+    result, wanted = (jax.grad(each)(logits).astype(jnp.float32) for each in (ours, plain))
+    np.testing.assert_allclose(result, wanted, rtol=0, atol=2e-6 if dtype == "float32" else 2**-8)

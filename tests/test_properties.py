@@ -241,6 +241,21 @@ def test_shard_map_over_requests():
     chex.assert_trees_all_equal(jax.device_get(sharded(call)), jax.device_get(JOINED(**call)))
 
 
+def test_a_loss_beside_it_can_be_differentiated():
+    call = with_key(make_call(6), jax.random.split(jax.random.key(3), B))
+    logits = jnp.asarray(call.pop("target_logits"))
+
+    def loss(logits):
+        verification = fly_jax.fly_verify(logits, **call)
+        return jnp.sum(jnp.square(logits) * weights(verification)), verification
+
+    def weights(verification):
+        return verification.num_accepted.astype(jnp.float32)[:, None, None]
+
+    gradient, verification = jax.jit(jax.grad(loss, has_aux=True))(logits)
+    np.testing.assert_allclose(gradient, 2 * logits * weights(verification), rtol=1e-6)
+
+
 X64 = """
 import sys
 import jax

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from rich.table import Table
 
+from fly_jax.bench.ratios import Ratio
 from fly_jax.config import FlyConfig
 from fly_jax.decode.checkpoint import LoadedModel
 from fly_jax.decode.drafters import PromptLookup, empty_cache
@@ -34,39 +35,6 @@ MAX_TOKENS = 128
 
 
 @dataclasses.dataclass(frozen=True)
-class Ratio:
-    """One ratio, measured once a round.
-
-    Attributes:
-      name: what is divided by what.
-      definition: how each side is measured.
-      goal: what it should reach; None where it only explains another.
-      at_most: whether smaller is better.
-      values: one a round.
-    """
-
-    name: str
-    definition: str
-    goal: float | None
-    at_most: bool
-    values: tuple[float, ...]
-
-    @property
-    def quartiles(self) -> tuple[float, float, float]:
-        """Lower quartile, median, upper quartile over rounds."""
-        lower, median, upper = np.quantile(self.values, [0.25, 0.5, 0.75]).tolist()
-        return lower, median, upper
-
-    @property
-    def is_met(self) -> bool | None:
-        """Whether the median is within the goal, if there is one."""
-        median = self.quartiles[1]
-        if self.goal is None:
-            return None
-        return median <= self.goal if self.at_most else median >= self.goal
-
-
-@dataclasses.dataclass(frozen=True)
 class DecodeBench:
     """The ratios, and the median milliseconds of what they are made of."""
 
@@ -75,11 +43,7 @@ class DecodeBench:
 
     def fields(self) -> dict[str, Any]:
         """Everything, ready for `json.dumps`."""
-        ratios = [
-            {**dataclasses.asdict(each), "quartiles": list(each.quartiles), "is_met": each.is_met}
-            for each in self.ratios
-        ]
-        return {"ratios": ratios, "milliseconds": self.milliseconds}
+        return {"ratios": [each.fields() for each in self.ratios], "milliseconds": self.milliseconds}
 
 
 def measure(loaded: LoadedModel, *, rounds: int, progress: Callable[[str, float], None]) -> DecodeBench:

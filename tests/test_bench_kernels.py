@@ -29,6 +29,7 @@ def printed(table, width=100):
     return console.export_text()
 
 
+@pytest.mark.slow
 def test_measuring():
     cases = [bench.Case(3, 300, "float32"), bench.Case(2, 257, "bfloat16", has_goal=False)]
     seen = []

@@ -51,7 +51,12 @@ def bench_verify(monkeypatch, capsys):
     return run
 
 
-@pytest.mark.parametrize("name", list(BY_NAME))
+QUICK = ("greedy", "draft-logits")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in BY_NAME]
+)
 def test_a_case_holds_the_share_it_claims(name):
     case = BY_NAME[name]
     data = verify_cases.make_data(case)
@@ -143,6 +148,7 @@ def test_interleaving_turns_around_and_calls_at_least_once():
     assert seconds == {name: [1.0, 1.0, 1.0] for name in "abc"}
 
 
+@pytest.mark.slow
 def test_json_is_one_document_with_every_figure(bench_verify):
     status, out, err = bench_verify("--cases", "greedy-b1,odd-vocabulary", "--rounds", 2, "--json")
     assert status == 0
@@ -169,6 +175,7 @@ def test_json_is_one_document_with_every_figure(bench_verify):
     assert "measure greedy-b1" in err
 
 
+@pytest.mark.slow
 def test_a_missing_peer_is_said_and_the_tables_fit(bench_verify, monkeypatch):
     for name in ("torch", "tpu_inference"):
         monkeypatch.setitem(sys.modules, name, None)
@@ -252,6 +259,7 @@ def small_growth(monkeypatch):
     monkeypatch.setattr(growth, "CASES", (Case("greedy", share=1.0, num_requests=2),))
 
 
+@pytest.mark.slow
 def test_growth_reports_the_spread_of_every_curve(small_growth, monkeypatch):
     (case,) = growth.CASES
     real = growth._measure(dataclasses.replace(case, vocab_size=256), settings())
@@ -280,6 +288,7 @@ def test_growth_reports_the_spread_of_every_curve(small_growth, monkeypatch):
     assert curves.left_out[0] == "greedy: B=2, V=256 does not fit in memory"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_growth")
 def test_the_plot_is_drawn(bench_verify, tmp_path):
     pytest.importorskip("matplotlib")

@@ -50,10 +50,13 @@ MOST_TEMPORARIES = {"greedy": 1.2} if jax.__version_info__ < (0, 12) else {"gree
 MOST_WHEN_SAMPLING = 3.2 if jax.__version_info__ < (0, 12) else 4.2
 
 
-@pytest.mark.parametrize(
-    ("dtype", "options"), [(jnp.float32, {}), (jnp.bfloat16, fly_jax.compiler_options())], ids=["f32", "bf16, options"]
-)
-@pytest.mark.parametrize("mode", MODES)
+OPTIONS = fly_jax.compiler_options()
+QUICK = [("greedy", jnp.float32, {}), ("draft probabilities", jnp.float32, {})]
+ALL = [(mode, *how) for mode in MODES for how in ((jnp.float32, {}), (jnp.bfloat16, OPTIONS))]
+SLOW = [pytest.param(*each, marks=pytest.mark.slow) for each in ALL if each not in QUICK]
+
+
+@pytest.mark.parametrize(("mode", "dtype", "options"), QUICK + SLOW)
 def test_no_array_of_all_rows_is_ever_written(mode, dtype, options):
     compiled = compile_call(mode, dtype, options)
     assert max(math.prod(shape) for shape, _ in materialised(compiled.as_text())) < B * K * V

@@ -41,8 +41,8 @@ def arguments(mode, seed=0):
         ("greedy", ("cpu",)),
         ("greedy", ("cpu", "cuda", "rocm", "tpu")),
         ("one-hot drafts", ("cpu", "cuda", "rocm")),
-        ("draft probabilities, top-p", ("cpu", "cuda", "rocm")),
-        ("vLLM V2's noise", ("cpu", "cuda", "rocm")),
+        pytest.param("draft probabilities, top-p", ("cpu", "cuda", "rocm"), marks=pytest.mark.slow),
+        pytest.param("vLLM V2's noise", ("cpu", "cuda", "rocm"), marks=pytest.mark.slow),
     ],
 )
 def test_what_is_read_back_equals_the_function(mode, platforms):

@@ -93,6 +93,7 @@ def top_values(
     k: int,
     vocab_size: Array | None = None,
     keep: Callable[[Array], Array] | None = None,
+    rows: Array | None = None,
 ) -> Array:
     """The `k` largest kept values of each row; they lie in the k blocks with the largest maxima of kept values.
 
@@ -102,6 +103,7 @@ def top_values(
       k: at most V are returned.
       vocab_size: `[N]` int32.
       keep: given float32 values `[N, C]`, which of them count.
+      rows: `[R]` int32, in range; then everything but `values` is of these rows, `[R]`. None: of all.
 
     Returns:
       `[N, min(k, V)]` float32 in descending order, -inf where fewer are kept.
@@ -109,7 +111,7 @@ def top_values(
     # A barrier on each side of top_k: without them XLA CPU replaces the TopK call by a full stable sort.
     wanted = min(k, block_max.shape[1])
     blocks = lax.optimization_barrier(lax.top_k(lax.optimization_barrier(block_max), wanted)[1])
-    found, columns = _columns_of(values, blocks, vocab_size)
+    found, columns = _columns_of(values, blocks, vocab_size, rows)
     kept = columns >= 0 if keep is None else (columns >= 0) & keep(found)
     found = lax.optimization_barrier(jnp.where(kept, found, -jnp.inf))
     return lax.optimization_barrier(lax.top_k(found, min(k, values.shape[1]))[0])
@@ -158,13 +160,16 @@ def tree(operation: Callable[[Array, Array], Array], values: list[Array]) -> Arr
     return values[0]
 
 
-def _columns_of(values: Array, blocks: Array, vocab_size: Array | None) -> tuple[Array, Array]:
+def _columns_of(
+    values: Array, blocks: Array, vocab_size: Array | None, rows: Array | None = None
+) -> tuple[Array, Array]:
     """The float32 values of `blocks` `[N, C]` and their columns, `[N, 128 C]`; -1 beyond the vocabulary."""
-    num_rows, num_columns = values.shape
+    num_rows, num_columns = blocks.shape[0], values.shape[1]
     shape = (*blocks.shape, BLOCK)
     columns = blocks[:, :, None] * BLOCK + lax.broadcasted_iota(jnp.int32, shape, 2)
     columns = columns.reshape(num_rows, blocks.shape[1] * BLOCK)
-    rows = lax.broadcasted_iota(jnp.int32, columns.shape, 0)
+    index = lax.broadcasted_iota(jnp.int32, columns.shape, 0)
+    rows = index if rows is None else jnp.broadcast_to(rows[:, None], columns.shape)
     found = gather_elements(values, rows, jnp.minimum(columns, num_columns - 1))
     limit = num_columns if vocab_size is None else jnp.minimum(vocab_size, num_columns)[:, None]
     return found, jnp.where(columns < limit, columns, -1)

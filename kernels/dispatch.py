@@ -79,8 +79,8 @@ def entropies_at(
 ) -> Array:
     """`statistics.entropy[rows]` where wanted, NaN elsewhere.
 
-    Where the kernel has computed all of them these are looked up. Elsewhere each wanted one is computed here, from its
-    row alone: few rows can be deferred, and reading more than those is what the time goes into.
+    Where the kernel has computed all of them these are looked up. Elsewhere each wanted one is computed here: few rows
+    can be deferred, and without a scale (where nothing samples) the masses of the others are not needed.
 
     Args:
       statistics: of `logits`, under the same scale, threshold and vocab_size.
@@ -96,9 +96,11 @@ def entropies_at(
       `[R]` float32, nats.
     """
     operands = _operands(logits, scale, threshold, vocab_size)
+    # Where something samples, the mass of every row is needed anyway.
+    log_mass = None if scale is None else statistics.log_mass
     if k > triton.MAX_TOP_K:
-        return xla.entropies_at(logits, operands, rows, wanted, k=k)
-    return _entropies((logits, operands, rows, wanted, statistics.entropy), k=k)
+        return xla.entropies_at(logits, operands, rows, wanted, log_mass, k=k)
+    return _entropies((logits, operands, rows, wanted, statistics.entropy, log_mass), k=k)
 
 
 def _operands(
@@ -190,9 +192,9 @@ def _more_rows(arguments: Any, size: int) -> Any:
 
 
 def _more_rows_and_indices(arguments: Any, size: int) -> Any:
-    logits, operands, rows, wanted, entropy = arguments
+    logits, operands, rows, wanted, entropy, log_mass = arguments
     first_row = jnp.arange(size, dtype=rows.dtype)[:, None] * logits.shape[1]
-    return _more_rows((logits, operands, rows + first_row, wanted, entropy), size)
+    return _more_rows((logits, operands, rows + first_row, wanted, entropy, log_mass), size)
 
 
 def _refuse(logits: Array, operands: RowOperands, *, k: int) -> RowStatistics:
@@ -203,13 +205,28 @@ def _refuse(logits: Array, operands: RowOperands, *, k: int) -> RowStatistics:
 
 
 def _xla_entropies(
-    logits: Array, operands: RowOperands, rows: Array, wanted: Array, entropy: Array, *, k: int
+    logits: Array,
+    operands: RowOperands,
+    rows: Array,
+    wanted: Array,
+    entropy: Array,
+    log_mass: Array | None,
+    *,
+    k: int,
 ) -> Array:
-    return xla.entropies_at(logits, operands, rows, wanted, k=k)
+    return xla.entropies_at(logits, operands, rows, wanted, log_mass, k=k)
 
 
 def _gpu_entropies(
-    logits: Array, operands: RowOperands, rows: Array, wanted: Array, entropy: Array, *, k: int, platform: str
+    logits: Array,
+    operands: RowOperands,
+    rows: Array,
+    wanted: Array,
+    entropy: Array,
+    log_mass: Array | None,
+    *,
+    k: int,
+    platform: str,
 ) -> Array:
     return jnp.where(wanted, entropy[rows], jnp.nan)
 

@@ -40,9 +40,7 @@ def row_statistics(logits: Array, operands: RowOperands, *, k: int) -> RowStatis
         vocab_size=operands.vocab_size,
     )
     log_mass = jnp.where(jnp.isinf(row_max), row_max, jnp.log(mass))
-    threshold = operands.threshold
-    keep = None if threshold is None else lambda values: ~(values < threshold[:, None])
-    top_values = blocks.top_values(logits, block_max, k, operands.vocab_size, keep)
+    top_values = blocks.top_values(logits, block_max, k, operands.vocab_size, _at_least(operands.threshold))
     token_logits = None
     if operands.token_ids is not None:
         rows = jnp.arange(num_rows, dtype=jnp.int32)
@@ -58,11 +56,32 @@ def row_statistics(logits: Array, operands: RowOperands, *, k: int) -> RowStatis
     )
 
 
-def entropies_at(logits: Array, operands: RowOperands, rows: Array, wanted: Array, *, k: int) -> Array:
-    """As `fly_jax.kernels.entropies_at`: one wanted row after the other."""
+def entropies_at(
+    logits: Array, operands: RowOperands, rows: Array, wanted: Array, log_mass: Array | None, *, k: int
+) -> Array:
+    """As `fly_jax.kernels.entropies_at`; of a row, only its mass is computed, and only where that is not known.
 
-    def look(row: Array) -> Array:
-        # The copy of the row is the result of a cond, so that it is made: fused into the loops over it, it is 6 times
+    `log_mass` `[N]` is that of the statistics, or None where computing it for all rows would be for this alone.
+    """
+    # The same as for the statistics, so that XLA computes it once.
+    keys = lax.optimization_barrier(blocks.block_keys(logits, operands.vocab_size))
+    block_max = blocks.from_key(keys, logits.dtype)
+    row_max = blocks.from_key(jnp.max(keys, axis=1), logits.dtype)[rows]
+    own = jax.tree.map(lambda values: values[rows], operands)
+    top_values = blocks.top_values(logits, block_max[rows], k, own.vocab_size, _at_least(own.threshold), rows=rows)
+    if log_mass is None:
+        own_log_mass = jnp.log(_masses_at(logits, own, rows, wanted, shift_of(row_max)))
+    else:
+        own_log_mass = log_mass[rows]
+    return jnp.where(wanted, top_k_entropy(top_values, row_max, own_log_mass, own.scale), jnp.nan)
+
+
+def _masses_at(logits: Array, own: RowOperands, rows: Array, wanted: Array, shift: Array) -> Array:
+    """`[R]` float32: the masses of the wanted `rows`, one after the other, NaN elsewhere; `own`, `shift` are `[R]`."""
+
+    def look(slot: tuple[Array, RowOperands, Array]) -> Array:
+        row, own, shift = slot
+        # The copy of the row is the result of a cond, so that it is made: fused into the loop over it, it is 6 times
         # as slow.
         own_logits = lax.cond(
             row >= 0,
@@ -71,14 +90,14 @@ def entropies_at(logits: Array, operands: RowOperands, rows: Array, wanted: Arra
             row,
             logits,
         )
-        own = jax.tree.map(lambda values: values[row][None], operands)
-        return row_statistics(own_logits, own, k=k).entropy[0]
+        own = jax.tree.map(lambda value: value[None], own)
+        return row_mass(own_logits, shift[None], scale=own.scale, threshold=own.threshold, vocab_size=own.vocab_size)[0]
 
-    def skip(row: Array) -> Array:
+    def skip(slot: tuple[Array, RowOperands, Array]) -> Array:
         # Derived from the row, so that under shard_map both branches vary over the same axes.
-        return row.astype(jnp.float32) * 0.0 + jnp.nan
+        return slot[0].astype(jnp.float32) * 0.0 + jnp.nan
 
-    return lax.map(lambda slot: lax.cond(slot[1], look, skip, slot[0]), (rows, wanted))
+    return lax.map(lambda each: lax.cond(each[0], look, skip, each[1]), (wanted, (rows, own, shift)))
 
 
 def row_mass(
@@ -137,6 +156,10 @@ def mask_columns(logits: Array, vocab_size: Array | None) -> Array:
     """`logits` `[N, V]` as float32, columns at or beyond `vocab_size` (scalar or `[N]`) as -inf."""
     values = logits.astype(jnp.float32)
     return values if vocab_size is None else jnp.where(_inside(values, 0, vocab_size), values, -jnp.inf)
+
+
+def _at_least(threshold: Array | None) -> Callable[[Array], Array] | None:
+    return None if threshold is None else lambda values: ~(values < threshold[:, None])
 
 
 def _inside(values: Array, first: int, vocab_size: Array) -> Array:

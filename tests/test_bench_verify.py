@@ -121,7 +121,7 @@ def test_ratios_are_of_one_round_and_have_their_goals(monkeypatch):
     assert (against.values, against.goal, against.at_most, against.is_met) == ((10.0, 10.0), 14, False, False)
     assert result.against["torch"]["with options"].goal is None
     assert all(each is None or each > 0 for each in result.temporaries.values())
-    assert dataclasses.replace(result, temporaries={"default": 1.0, "with options": 1.1}).temporaries_met is False
+    assert dataclasses.replace(result, temporaries={"default": 1.0, "with options": 1.2}).temporaries_met is False
     assert dataclasses.replace(result, temporaries={"default": 1.0, "with options": None}).temporaries_met is True
 
 

@@ -29,11 +29,12 @@ def export_verify(
 
     The result is called as `exported.call(target_logits, draft_token_ids, **arguments)` with arguments of the same
     structure, shapes and dtypes, on any of the platforms; `exported.serialize()` gives bytes, `load_verify` reads them.
+    Load them with the jaxlib that made them: jax does not promise the kernel's custom call across versions.
 
     Args:
       target_logits: `[B, K + 1, V]`, an array or a `jax.ShapeDtypeStruct`, as all that follow.
       draft_token_ids: `[B, K]` int32.
-      platforms: of "cpu", "cuda", "rocm" and "tpu", at least one.
+      platforms: of "cpu", "cuda", "rocm" and "tpu", at least one; or one name.
       **arguments: those of `fly_verify`. A `FlyConfig` whose threshold is a number takes a number at each call, one
         whose threshold is an array takes an array of that shape.
 
@@ -43,6 +44,7 @@ def export_verify(
     Raises:
       TypeError, ValueError: as `fly_verify`, or an unknown platform.
     """
+    platforms = (platforms,) if isinstance(platforms, str) else platforms
     unknown = [platform for platform in platforms if platform not in _SUPPORTED]
     if unknown or not platforms:
         raise ValueError(f"platforms must be some of {list(_SUPPORTED)}, got {list(platforms)}")

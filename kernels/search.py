@@ -107,7 +107,8 @@ def smallest_in_nucleus(
 def largest_passing(passes: Callable[[Array], Array], low: Array, high: Array, dtype: Any = jnp.float32) -> Array:
     """The largest number that passes, where all up to some number do and none above.
 
-    A binary search over the floats in their order: exact after at most 32 steps, whatever the numbers are.
+    A binary search over the floats in their order: exact after at most 32 steps, whatever the numbers are, but for
+    subnormal ones where the backend flushes them.
 
     Args:
       passes: of `[N]` float32, numbers of `dtype`; `[N]` bool.
@@ -201,6 +202,9 @@ class _Search:
     def pick(self, bracket: _Bracket) -> Array:
         """The logit, once few are left in the bracket."""
         low, high = jnp.maximum(self._value(bracket.low), self.floor), self._value(bracket.high)
+        # Zeros of both signs are equal as numbers, and differ as keys.
+        low = jnp.where(low == 0, np.float32(-0.0), low)
+        high = jnp.where(high == 0, np.float32(0.0), high)
         dtype = self.logits.dtype
         # `floor` need not be a number of the dtype: its key may be that of one just below it, which top_values drops.
         low_key, high_key = (blocks.to_key(each.astype(dtype)) for each in (low, high))

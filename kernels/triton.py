@@ -197,7 +197,7 @@ class _Row:
         end = self.shift + self.end
         if self.ref.ndim == 1 or self.num_columns % _group(self.ref) == 0:
             # Whole groups are loaded, since a load is wide only where its mask is the same for all of a group. The last
-            # may reach up to 15 bytes past the array: no memory ends inside an aligned 16 bytes.
+            # may reach up to 14 bytes past the array: no memory ends inside an aligned 16 bytes.
             end = _round_down(end + np.int32(_group(self.ref) - 1), _group(self.ref))
         other = np.array(_NEG_INF, self.ref.dtype)
         values = plt.load(source, mask=offset < end, other=other).astype(jnp.float32)

@@ -152,9 +152,27 @@ def test_masks_in_their_order(size, seed):
 
 @pytest.mark.parametrize("spread", [0.0, 1e-30, 1.0, 3e38])
 def test_the_search_is_exact_over_all_floats(spread):
-    """Top-k of values around zero, denormal distances, and the whole range."""
+    """Top-k of values around zero, tiny distances, and the whole range."""
     values = (np.array([[-1.0, -0.5, 0.0, 0.25, 1.0]]) * spread).astype(np.float32)
     for k in range(1, 5):
         params = processing.SamplingParams(jnp.ones(1), jnp.full(1, k, jnp.int32))
         threshold = processing.thresholds(jnp.asarray(values), jnp.asarray(values.max(1)), jnp.ones(1), params)
         assert (values >= np.asarray(threshold)).sum() == (5 if spread == 0 else k)
+
+
+@pytest.mark.parametrize("threshold", [0.0, -0.0])
+@pytest.mark.parametrize("zero", [0.0, -0.0])
+def test_zeros_of_both_signs_are_one_number_to_top_p(threshold, zero):
+    """More blocks than are looked up at the end, and only one of them holds the zeros."""
+    logits = np.full((1, 16384), -5.0, np.float32)
+    logits[0, 0] = 1.0
+    logits[0, 12800:12810] = zero
+    result = kernels.smallest_in_nucleus(
+        jnp.asarray(logits),
+        jnp.ones(1),
+        jnp.ones(1),
+        jnp.full(1, 0.999, jnp.float32),
+        jnp.ones(1, bool),
+        threshold=jnp.full(1, threshold, jnp.float32),
+    )
+    assert result.tolist() == [0.0]

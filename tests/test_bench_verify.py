@@ -51,7 +51,7 @@ def bench_verify(monkeypatch, capsys):
     return run
 
 
-QUICK = ("greedy", "draft-logits")
+QUICK = ("greedy",)
 
 
 @pytest.mark.parametrize(
@@ -94,6 +94,7 @@ def test_the_goals_are_those_agreed():
     }
 
 
+@pytest.mark.slow
 def test_ratios_are_of_one_round_and_have_their_goals(monkeypatch):
     seconds = {
         "default": [4.0, 9.0],
@@ -233,6 +234,7 @@ def test_what_a_user_can_fix_is_one_line(bench_verify, monkeypatch, options, mes
     assert err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_an_interrupt_prints_what_is_done_and_says_what_is_lost(bench_verify, monkeypatch):
     done = verify.measure_case(BY_NAME["greedy-b1"], settings(), silent)
     results = iter([done])

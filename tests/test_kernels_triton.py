@@ -250,6 +250,7 @@ def test_other_warnings_are_not_silenced():
         assert jax.jit(quiet).lower(jnp.zeros(3)) is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", ["v1", "v2"])
 def test_recorded_requests_through_the_interpreted_kernel(version, monkeypatch):
     """Of the cases of `test_golden` the small target-only ones with one W and k; the entropies are the kernel's."""

@@ -18,7 +18,6 @@ from fly_jax import kernels
 GREEDY_TEMPERATURE = 1e-5
 """A request with a temperature below this is greedy, as in vLLM."""
 
-_LOG_TINY = np.float32(np.log(kernels.TINY))
 _MAX = np.float32(np.finfo(np.float32).max)
 
 

@@ -41,7 +41,7 @@ def block_keys(logits: Array, vocab_size: Array | None = None, keep: Callable[[A
         keys = _ordered(bits, logits.dtype)
         kept = None if keep is None else keep(keys)
         if vocab_size is not None:
-            inside = columns < _rowwise(vocab_size, keys.ndim)
+            inside = columns < rowwise(vocab_size, keys.ndim)
             kept = inside if kept is None else kept & inside
         return keys if kept is None else jnp.where(kept, keys, _zero(keys))
 
@@ -175,7 +175,8 @@ def _columns_of(
     return found, jnp.where(columns < limit, columns, -1)
 
 
-def _rowwise(values: Array, ndim: int) -> Array:
+def rowwise(values: Array, ndim: int) -> Array:
+    """`values` `[N]` with `ndim` axes, to go with arrays `[N, ...]`."""
     return values.reshape(values.shape + (1,) * (ndim - 1))
 
 

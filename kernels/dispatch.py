@@ -100,7 +100,7 @@ def entropies_at(
     log_mass = None if scale is None else statistics.log_mass
     if k > triton.MAX_TOP_K:
         return xla.entropies_at(logits, operands, rows, wanted, log_mass, k=k)
-    return _entropies((logits, operands, rows, wanted, statistics.entropy, log_mass), k=k)
+    return _entropies((statistics.entropy, logits, operands, rows, wanted, log_mass), k=k)
 
 
 def _operands(
@@ -192,9 +192,9 @@ def _more_rows(arguments: Any, size: int) -> Any:
 
 
 def _more_rows_and_indices(arguments: Any, size: int) -> Any:
-    logits, operands, rows, wanted, entropy, log_mass = arguments
+    entropy, logits, operands, rows, *others = arguments
     first_row = jnp.arange(size, dtype=rows.dtype)[:, None] * logits.shape[1]
-    return _more_rows((logits, operands, rows + first_row, wanted, entropy, log_mass), size)
+    return _more_rows((entropy, logits, operands, rows + first_row, *others), size)
 
 
 def _refuse(logits: Array, operands: RowOperands, *, k: int) -> RowStatistics:
@@ -204,29 +204,12 @@ def _refuse(logits: Array, operands: RowOperands, *, k: int) -> RowStatistics:
     )
 
 
-def _xla_entropies(
-    logits: Array,
-    operands: RowOperands,
-    rows: Array,
-    wanted: Array,
-    entropy: Array,
-    log_mass: Array | None,
-    *,
-    k: int,
-) -> Array:
-    return xla.entropies_at(logits, operands, rows, wanted, log_mass, k=k)
+def _xla_entropies(entropy: Array, *others: Any, k: int) -> Array:
+    return xla.entropies_at(*others, k=k)
 
 
 def _gpu_entropies(
-    logits: Array,
-    operands: RowOperands,
-    rows: Array,
-    wanted: Array,
-    entropy: Array,
-    log_mass: Array | None,
-    *,
-    k: int,
-    platform: str,
+    entropy: Array, logits: Array, operands: RowOperands, rows: Array, wanted: Array, *others: Any, **params: Any
 ) -> Array:
     return jnp.where(wanted, entropy[rows], jnp.nan)
 

@@ -39,8 +39,10 @@ def kth_largest(logits: Array, row_max: Array, k: Array, active: Array, vocab_si
     dtype = logits.dtype
     most = min(_MOST_LOOKED_UP, logits.shape[1])
 
+    # Outside the branch, where XLA finds it computed already, with the row statistics.
+    block_max = blocks.from_key(blocks.block_keys(logits, vocab_size), dtype)
+
     def look_up() -> Array:
-        block_max = blocks.from_key(blocks.block_keys(logits, vocab_size), dtype)
         values = blocks.top_values(logits, block_max, most, vocab_size)
         return jnp.take_along_axis(values, jnp.clip(k - 1, 0, most - 1)[:, None], axis=1)[:, 0]
 
@@ -210,8 +212,7 @@ class _Search:
         low_key, high_key = (blocks.to_key(each.astype(dtype)) for each in (low, high))
 
         def inside_keys(keys: Array) -> Array:
-            shape = keys.shape[:1] + (1,) * (keys.ndim - 1)
-            return (keys >= low_key.reshape(shape)) & (keys <= high_key.reshape(shape))
+            return (keys >= blocks.rowwise(low_key, keys.ndim)) & (keys <= blocks.rowwise(high_key, keys.ndim))
 
         block_max = blocks.from_key(blocks.block_keys(self.logits, self.vocab_size, inside_keys), dtype)
         values = blocks.top_values(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ TINY = np.float32(np.finfo(np.float32).tiny)
 """A probability below float32's smallest normal number is 0: some backends flush such numbers and some do not."""
 
 _LOG_TINY = np.float32(np.log(TINY))
+_LOG2_E = np.float32(np.log2(np.e))
 
 
 @functools.partial(
@@ -78,6 +80,14 @@ class RowStatistics:
 def shift_of(row_max: Array) -> Array:
     """The maximum of a row where it is finite, otherwise 0, so that differences from it are never NaN by themselves."""
     return jnp.where(jnp.isfinite(row_max), row_max, 0.0)
+
+
+def exponent_rate(scale: Any) -> Any:
+    """What turns a difference of logits into a power of two: `exp(x * scale) == 2 ** (x * exponent_rate(scale))`.
+
+    Never infinite: a difference of 0 would become NaN. `scale` None is 1.
+    """
+    return _LOG2_E if scale is None else jnp.minimum(scale * _LOG2_E, np.finfo(np.float32).max)
 
 
 def probability(log_probability: Array) -> Array:

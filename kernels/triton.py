@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from fly_jax import compat
-from fly_jax.kernels.statistics import RowOperands, RowStatistics, shift_of, top_k_entropy
+from fly_jax.kernels.statistics import RowOperands, RowStatistics, exponent_rate, shift_of, top_k_entropy
 
 MAX_TOP_K = 8
 """The running largest groups are held in registers."""
@@ -28,8 +28,6 @@ NAME = "row_statistics"
 """Of the kernel, in profiles and in compiled modules."""
 
 _NEG_INF = np.float32(-np.inf)
-_MAX = np.float32(np.finfo(np.float32).max)
-_LOG2_E = np.float32(np.log2(np.e))
 _GROUP_BYTES = 16
 
 
@@ -171,7 +169,7 @@ class _Row:
       start: the first element of the row's first group, in `[N * V]` logits; otherwise None.
       shift: how many columns of that group belong to the row before.
       end: how many columns there are.
-      exponent_scale: turns a difference of logits into a power of two.
+      exponent_rate: turns a difference of logits into a power of two.
       threshold: of the row, or None.
     """
 
@@ -181,7 +179,7 @@ class _Row:
     start: Any
     shift: Any
     end: Any
-    exponent_scale: Any
+    exponent_rate: Any
     threshold: Array | None
 
     def load(self, offset: Array, masked: bool) -> Array:
@@ -217,7 +215,7 @@ class _Row:
 
     def power(self, values: Array, shift: Array) -> Array:
         """`exp((values - shift) * scale)`."""
-        return jnp.exp2((values - shift) * self.exponent_scale)
+        return jnp.exp2((values - shift) * self.exponent_rate)
 
 
 def _row(ref: Any, index: Array, num_columns: int, operands: dict[str, Array]) -> _Row:
@@ -229,9 +227,8 @@ def _row(ref: Any, index: Array, num_columns: int, operands: dict[str, Array]) -
     end: Any = np.int32(num_columns)
     if "vocab_size" in operands:
         end = jnp.clip(operands["vocab_size"], 0, num_columns)
-    # Never infinite: a difference of 0 would become NaN.
-    scale: Any = jnp.minimum(operands["scale"] * _LOG2_E, _MAX) if "scale" in operands else _LOG2_E
-    return _Row(ref, index, num_columns, start, shift, end, scale, operands.get("threshold"))
+    rate = exponent_rate(operands.get("scale"))
+    return _Row(ref, index, num_columns, start, shift, end, rate, operands.get("threshold"))
 
 
 def _group(ref: Any) -> int:

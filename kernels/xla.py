@@ -11,9 +11,7 @@ import numpy as np
 from jax import Array, lax
 
 from fly_jax.kernels import blocks
-from fly_jax.kernels.statistics import RowOperands, RowStatistics, shift_of, top_k_entropy
-
-_LOG2_E = np.float32(np.log2(np.e))
+from fly_jax.kernels.statistics import RowOperands, RowStatistics, exponent_rate, shift_of, top_k_entropy
 
 # 2 ** r - 1 over r on [-1/2, 1/2], lowest power first: 2 ** r to 2e-9 but for rounding, and 2 ** 0 is exactly 1, so
 # that equal logits give masses that are whole numbers. (Minimax, by linear programming.)
@@ -121,9 +119,7 @@ def row_mass(
       `[N]` float32, to about 2e-6; NaN for a row with a NaN, and for one with +inf.
     """
     num_columns = logits.shape[1]
-    rate = jnp.full_like(shift, _LOG2_E)
-    if scale is not None:
-        rate = jnp.minimum(scale * _LOG2_E, np.finfo(np.float32).max)
+    rate = jnp.broadcast_to(exponent_rate(scale), shift.shape)
     if threshold is not None:
         # In a loop over thresholds XLA would move everything else out of it, and keep copies of all rows.
         logits, threshold = lax.optimization_barrier((logits, threshold))

@@ -260,7 +260,7 @@ def test_recorded_requests_through_the_interpreted_kernel(version, monkeypatch):
         return triton.row_statistics(logits, operands, k=k, platform="cuda", interpret=True, tile=SMALL)
 
     def entropies(arguments, *, k):
-        _, _, rows, wanted, entropy, _ = arguments
+        entropy, _, _, rows, wanted, _ = arguments
         return jnp.where(wanted, entropy[rows], jnp.nan)
 
     monkeypatch.setattr(dispatch, "_statistics", statistics)

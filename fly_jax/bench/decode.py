@@ -109,10 +109,9 @@ def bench_table(result: DecodeBench) -> Table:
         table.add_column(name, no_wrap=name in ("median", "quartiles", "goal"))
     for each in result.ratios:
         lower, median, upper = each.quartiles
-        goal = "-"
-        if each.goal is not None:
-            goal = f"{'<=' if each.at_most else '>='} {each.goal:g} {'met' if each.is_met else 'MISSED'}"
-        table.add_row(each.name, f"{median:.3f}", f"{lower:.3f}-{upper:.3f}", goal, each.definition, end_section=True)
+        table.add_row(
+            each.name, f"{median:.3f}", f"{lower:.3f}-{upper:.3f}", each.verdict(), each.definition, end_section=True
+        )
     return table
 
 

@@ -310,8 +310,7 @@ def measure_table(results: Sequence[CaseResult], device: str, left_out: Mapping[
     for name in ("N x V", "GB/s", "of a copy", "goal", "over XLA", "over torch"):
         table.add_column(name, no_wrap=True, justify="left" if name == "N x V" else "right")
     for result in results:
-        copy = result.ratios["copy"]
-        goal = "-" if copy.goal is None else f">= {copy.goal:g} {'met' if copy.is_met else 'MISSED'}"
+        goal = result.ratios["copy"].verdict()
         cells = [_cell(result.ratios.get(name)) for name in ("copy", "XLA", "torch")]
         table.add_row(result.case.name, f"{result.gigabytes_per_second:.0f}", cells[0], goal, *cells[1:])
     return table

@@ -38,6 +38,17 @@ class Ratio:
             return None
         return median <= self.goal if self.at_most else median >= self.goal
 
+    def verdict(self, unit: str = "") -> str:
+        """The goal and whether it is met, for a table; "-" without one."""
+        return verdict("<=" if self.at_most else ">=", self.goal, self.is_met, unit)
+
     def fields(self) -> dict[str, Any]:
         """Everything, ready for `json.dumps`."""
         return {**dataclasses.asdict(self), "quartiles": list(self.quartiles), "is_met": self.is_met}
+
+
+def verdict(sign: str, goal: float | None, is_met: bool | None, unit: str = "") -> str:
+    """A goal and whether it is met, for a table; "-" without one."""
+    if goal is None:
+        return "-"
+    return f"{sign} {goal:g}{unit} {'-' if is_met is None else 'met' if is_met else 'MISSED'}"

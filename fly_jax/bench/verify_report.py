@@ -12,7 +12,7 @@ from rich.table import Table
 from fly_jax.bench import verify_cases
 from fly_jax.bench.growth import SPREAD_GOAL, Growth, size_text
 from fly_jax.bench.peers import TORCH
-from fly_jax.bench.ratios import Ratio
+from fly_jax.bench.ratios import Ratio, verdict
 from fly_jax.bench.verify import DEFAULT, WITH_OPTIONS, CaseResult, Settings, VerifyBench
 from fly_jax.compat import compiler_options
 
@@ -32,7 +32,7 @@ def tables(result: VerifyBench, growth: Growth | None, settings: Settings) -> li
     if others:
         table = _table("other ratios", "ratio", "median (quartiles)", "goal")
         for name, each in others:
-            table.add_row(name, _median(each), _goal(each))
+            table.add_row(name, _median(each), each.verdict())
         shown.append(table)
     if growth is not None and growth.curves:
         shown.append(_growth_table(growth))
@@ -116,7 +116,7 @@ def _memory_table(result: VerifyBench) -> Table:
     table = _table("temporaries", "case", DEFAULT, WITH_OPTIONS, "goal", caption=caption)
     for each in result.cases:
         values = [each.temporaries.get(name) for name in (DEFAULT, WITH_OPTIONS)]
-        goal = _verdict("<=", each.case.goals.temporaries, each.temporaries_met)
+        goal = verdict("<=", each.case.goals.temporaries, each.temporaries_met)
         table.add_row(each.case.name, *("-" if value is None else f"{value:.3f}" for value in values), goal)
     return table
 
@@ -168,7 +168,7 @@ def _table(heading: str, *columns: str, caption: str | None = None) -> Table:
 def _ratio_cell(each: Ratio | None, unit: str = "") -> str:
     if each is None:
         return "-"
-    return _median(each, unit) if each.goal is None else f"{_median(each, unit)}\n{_goal(each, unit)}"
+    return _median(each, unit) if each.goal is None else f"{_median(each, unit)}\n{each.verdict(unit)}"
 
 
 def _median(each: Ratio, unit: str = "") -> str:
@@ -178,16 +178,6 @@ def _median(each: Ratio, unit: str = "") -> str:
 
 def _three_digits(value: float) -> str:
     return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f}"
-
-
-def _goal(each: Ratio, unit: str = "") -> str:
-    return _verdict("<=" if each.at_most else ">=", each.goal, each.is_met, unit)
-
-
-def _verdict(sign: str, goal: float | None, is_met: bool | None, unit: str = "") -> str:
-    if goal is None:
-        return "-"
-    return f"{sign} {goal:g}{unit} {'-' if is_met is None else 'met' if is_met else 'MISSED'}"
 
 
 def _machine_line() -> str:

@@ -1,4 +1,4 @@
-"""The command line: `fly-jax generate` and `fly-jax bench ...`.
+"""The command line: `fly-jax generate`, `fly-jax bench ...` and `fly-jax crosscheck`.
 
 jax and the model code are imported when a command runs, so that `--help` is quick.
 """
@@ -8,13 +8,11 @@ from __future__ import annotations
 import contextlib
 import enum
 import json
-import logging
-import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C."""
@@ -27,15 +25,6 @@ try:
 except ModuleNotFoundError as error:
     raise SystemExit(f"fly-jax: {error.name} is not installed; {INSTALL_HINT}") from None
 
-if TYPE_CHECKING:
-    from fly_jax.config import FlyConfig
-    from fly_jax.decode.checkpoint import LoadedModel
-    from fly_jax.decode.comparison import Comparison, PromptRun
-    from fly_jax.decode.drafters import Drafter
-    from fly_jax.decode.prompts import Prompt
-    from fly_jax.processing import SamplingParams
-
-logger = logging.getLogger("fly_jax")
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
 bench_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure ratios on this machine.")
 app.add_typer(bench_app, name="bench")
@@ -170,7 +159,9 @@ def generate(
     """Decode prompts target-only, with standard verification and with FLy, side by side."""
     parameters = dict(locals())
     with _interruptible():
-        _generate(
+        from fly_jax.decode import command
+
+        command.generate(
             {name: str(each) if isinstance(each, Path | enum.Enum) else each for name, each in parameters.items()}
         )
 
@@ -184,10 +175,11 @@ def bench_decode(
     """Decoding steps against their floors: ratios of one interleaved run."""
     with _interruptible():
         from fly_jax.bench.decode import bench_table, measure
+        from fly_jax.decode.command import load
         from fly_jax.decode.report import progress_bars, versions
 
         with progress_bars(Console(stderr=True)) as report:
-            loaded = _load(None if model is None else str(model), report)
+            loaded = load(None if model is None else str(model), report)
             result = measure(loaded, rounds=rounds, progress=report)
         if json_output:
             print(json.dumps({"versions": versions(), "model": loaded.name, **result.fields()}, indent=2))
@@ -242,143 +234,43 @@ def bench_kernels(
         run(compile_only=compile_only, rounds=rounds, json_output=json_output)
 
 
-def _generate(options: Mapping[str, Any]) -> None:
-    from fly_jax.decode.comparison import prepare
-    from fly_jax.decode.report import LEGEND, document, progress_bars, prompt_table, totals_table
+@bench_app.command("bridge")
+def bench_bridge(
+    rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds.")] = 15,
+    json_output: JsonOption = False,
+) -> None:
+    """A call from vLLM against the JAX function it ends in (extra: torch)."""
+    with _interruptible(), _needs_torch():
+        from fly_jax.bench.bridge import bench_bridge as run
 
-    console, out = Console(stderr=True), Console()
-    prompts, sampling, config = _prompts(options), _sampling(options), _fly_config(options)
-    _check_drafter_options(options)
-    logger.warning("FLy is lossy: its text may differ from what the target alone would write.")
-    with progress_bars(console) as report:
-        loaded = _load(options["model"], report)
-        comparison = prepare(
-            loaded,
-            _drafter(options, loaded, report),
-            prompts,
-            config=config,
-            sampling=sampling,
-            report=report,
-            **{name: options[name] for name in ("max_tokens", "seed", "raw")},
-        )
-    runs: list[PromptRun] = []
-    interrupted = False
-    for i in range(len(prompts)):
-        with progress_bars(console) as report:
-            run, interrupted = comparison.run(i, report)
-        if run.generations:
-            runs.append(run)
-        if run.generations and not options["json_output"]:
-            out.print(prompt_table(run))
-        if interrupted:
-            break
-    if options["json_output"]:
-        print(
-            json.dumps(
-                document(runs, config=_settings(options, comparison), interrupted=interrupted),
-                indent=2,
-                allow_nan=False,
-            )
-        )
-    elif (table := totals_table(runs)) is not None:
-        out.print(table)
-        out.print(LEGEND, style="dim")
-    if interrupted:
-        raise SystemExit(INTERRUPTED)
+        run(rounds=rounds, json_output=json_output)
 
 
-def _load(path: str | None, report: Callable[[str, float], None]) -> LoadedModel:
-    from fly_jax.decode.checkpoint import load_model
+@app.command("crosscheck")
+def crosscheck(
+    file: Annotated[Path, typer.Argument(help="A step that FLY_JAX_VLLM=crosscheck wrote because tokens differed.")],
+    all_requests: Annotated[bool, typer.Option("--all", help="Also show the requests that agree.")] = False,
+) -> None:
+    """Run a step recorded inside vLLM again and explain where JAX and vLLM differ; status 1 if a difference is real."""
+    with _interruptible(), _needs_torch():
+        from fly_jax.bridges.vllm.report import explain
+        from fly_jax.decode.errors import ModelError
 
-    if path is None:
-        from fly_jax.decode.default_model import default_model_path
-
-        path = str(default_model_path(progress=report))
-    return load_model(path, progress=report)
-
-
-def _prompts(options: Mapping[str, Any]) -> list[Prompt]:
-    from fly_jax.decode.errors import ModelError
-    from fly_jax.decode.prompts import BUILTIN_PROMPTS, Prompt
-
-    texts = list(options["prompt"] or [])
-    if options["prompt_file"] is not None:
         try:
-            texts.append(Path(options["prompt_file"]).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise ModelError(f"--prompt-file {options['prompt_file']} cannot be read: {error}.") from error
-    if any(not text.strip() for text in texts):
-        raise ModelError("The prompt is empty.")
-    return [Prompt(f"prompt {i + 1}", text) for i, text in enumerate(texts)] or list(BUILTIN_PROMPTS)
+            right = explain(file, Console(), all_requests=all_requests)
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{error}.") from error
+        if not right:
+            raise SystemExit(1)
 
 
-def _sampling(options: Mapping[str, Any]) -> SamplingParams:
-    from fly_jax.decode.errors import ModelError
-    from fly_jax.processing import SamplingParams
-
-    if not math.isfinite(options["temperature"]):
-        raise ModelError(f"--temperature must be a finite number, at least 0, got {options['temperature']}.")
-    # What is off is left out: a mask costs passes over the vocabulary also where it keeps everything.
-    off = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    given = {name: options[name] for name, value in off.items() if options[name] != value}
-    return SamplingParams(**given) if "temperature" in given else SamplingParams()
-
-
-def _fly_config(options: Mapping[str, Any]) -> FlyConfig:
-    from fly_jax.config import FlyConfig
+@contextlib.contextmanager
+def _needs_torch() -> Iterator[None]:
     from fly_jax.decode.errors import ModelError
 
-    names = ("num_speculative_tokens", "fly_window_size", "fly_entropy_threshold", "fly_entropy_top_k")
     try:
-        config = FlyConfig.from_vllm({"rejection_sample_method": "fly", **{name: options[name] for name in names}})
-    except (TypeError, ValueError) as error:
-        raise ModelError(f"{error}.") from error
-    assert config is not None
-    return config
-
-
-def _check_drafter_options(options: Mapping[str, Any]) -> None:
-    """Refuses options that do not go together, before anything is loaded."""
-    from fly_jax.decode.drafters import PromptLookup
-    from fly_jax.decode.errors import ModelError
-
-    name, method = options["drafter"], options["draft_sample_method"]
-    for option, needed in (("draft_model", DrafterName.DRAFT_MODEL), ("skip_layers", DrafterName.LAYER_SKIP)):
-        if options[option] is not None and name != needed:
-            raise ModelError(f"--{option.replace('_', '-')} needs --drafter {needed}, got {name}.")
-    if name == DrafterName.NGRAM:
-        if method != DraftSampleMethod.GREEDY:
-            raise ModelError(f"--draft-sample-method {method} needs a drafter that samples, got --drafter {name}.")
-        PromptLookup(options["num_speculative_tokens"], options["prompt_lookup_max"], options["prompt_lookup_min"])
-    if name == DrafterName.DRAFT_MODEL and options["draft_model"] is None:
-        raise ModelError("--drafter draft-model needs --draft-model PATH.")
-    _skip_layers(options["skip_layers"])
-
-
-def _drafter(options: Mapping[str, Any], loaded: LoadedModel, report: Callable[[str, float], None]) -> Drafter:
-    from fly_jax.decode.drafters import DraftModel, LayerSkip, PromptLookup, default_skip_layers
-
-    name, k, method = (options[each] for each in ("drafter", "num_speculative_tokens", "draft_sample_method"))
-    if name == DrafterName.NGRAM:
-        return PromptLookup(k, options["prompt_lookup_max"], options["prompt_lookup_min"])
-    if name == DrafterName.LAYER_SKIP:
-        layers = _skip_layers(options["skip_layers"]) or default_skip_layers(loaded.config.num_layers)
-        return LayerSkip(layers, k, method)
-    return DraftModel(_load(options["draft_model"], report).decoder, k, method)
-
-
-def _skip_layers(text: str | None) -> tuple[int, ...]:
-    from fly_jax.decode.errors import ModelError
-
-    if text is None:
-        return ()
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise ModelError(f"--skip-layers must be layer numbers like 12,13,14, got {text!r}.") from None
-
-
-def _settings(options: Mapping[str, Any], comparison: Comparison) -> dict[str, Any]:
-    """The options as given, the model by its own name; JSON has no infinity."""
-    given = {name: str(each) if each == math.inf else each for name, each in options.items() if name != "json_output"}
-    return {**given, "model": comparison.loaded.name, "max_model_len": comparison.max_model_len}
+        yield
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ModelError("torch is not installed; run this where vLLM is, or pip install -e '.[torch]'.") from None

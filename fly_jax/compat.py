@@ -111,3 +111,15 @@ def compiler_options(backend: str | None = None) -> dict[str, bool | int | str]:
     if (backend or jax.default_backend()) != "cpu":
         return {}
     return {"xla_cpu_prefer_vector_width": 512}
+
+
+def num_programs(jitted: Any) -> int:
+    """How many programs a function made by `jax.jit` has been compiled to."""
+    return jitted._cache_size()
+
+
+def gpu_is_initialised() -> bool:
+    """Whether JAX has started a GPU in this process, so that its memory settings are taken; starts nothing."""
+    from jax._src import xla_bridge
+
+    return xla_bridge.backends_are_initialized() and jax.default_backend() == "gpu"

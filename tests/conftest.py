@@ -30,6 +30,10 @@ if not callable(getattr(providers, "_get_local_constants", None)):
 providers._get_local_constants = lambda: providers.Constants()
 
 
+def pytest_addoption(parser):
+    parser.addoption("--fresh", action="store_true", help="new random cases instead of the fixed ones")
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _forget_compiled_code():
     """Every compiled shape holds memory maps, and a process may have only 65530 of them."""

@@ -10,6 +10,7 @@ import pytest
 import tiny_models
 
 from fly_jax import FlyConfig, cli
+from fly_jax.decode import command
 from fly_jax.decode.comparison import num_differing, token_pieces
 from fly_jax.decode.decoder_config import DecoderConfig
 from fly_jax.decode.drafters import LayerSkip
@@ -233,7 +234,7 @@ def test_without_the_demo_extra_it_says_what_to_install(missing):
 
 def test_bench_decode_measures_every_ratio(fly_jax, model, monkeypatch):
     monkeypatch.setattr(
-        "fly_jax.bench.decode.BUILTIN_PROMPTS", cli._prompts({"prompt": ["hello"], "prompt_file": None})
+        "fly_jax.bench.decode.BUILTIN_PROMPTS", command.prompts_of({"prompt": ["hello"], "prompt_file": None})
     )
     monkeypatch.setattr("fly_jax.bench.decode.MAX_MODEL_LEN", 128)
     monkeypatch.setattr("fly_jax.bench.decode.MAX_TOKENS", 8)
@@ -294,9 +295,9 @@ def test_options_are_checked_before_anything_is_loaded(fly_jax, tmp_path, option
 
 def test_an_interrupt_leaves_at_once_and_says_so(tmp_path):
     code = (
-        "import sys, fly_jax.cli as cli\n"
+        "import sys, fly_jax.cli as cli, fly_jax.decode.command as command\n"
         "def interrupt(options): raise KeyboardInterrupt\n"
-        "cli._generate = interrupt\n"
+        "command.generate = interrupt\n"
         "sys.argv = ['fly-jax', 'generate']\n"
         "cli.entry_point()\n"
     )

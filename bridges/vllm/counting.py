@@ -1,0 +1,96 @@
+"""What the plugin counts: verified steps, mismatches by class, and where the time went."""
+
+import json
+import logging
+import multiprocessing.util
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+logger = logging.getLogger("vllm.fly_jax")
+
+_SECONDS_BETWEEN_WRITES = 2.0
+_MOST_PENDING = 256
+
+
+class Counters:
+    """Counts of one process; reading them waits for the device, adding does not."""
+
+    def __init__(self) -> None:
+        self.counts = dict.fromkeys(
+            (
+                "steps",
+                "requests",
+                "draft_tokens",
+                "accepted",
+                "deferred",
+                "invalid",
+                "steps_left_to_vllm",
+                "programs_compiled",
+                "mismatches_near_tie",
+                "mismatches_documented",
+                "mismatches_real",
+                "records_written",
+            ),
+            0,
+        )
+        self.seconds = {"jax": 0.0, "jax_compiling": 0.0, "vllm": 0.0}
+        self.about: dict[str, Any] = {}
+        self._pending: list[Any] = []
+        self._path: Path | None = None
+        self._written = 0.0
+
+    def add_step(self, num_draft_tokens: list[int], totals: Any) -> None:
+        """One verified step; `totals` `[3]`: kept, deferred, invalid, on the device."""
+        self.counts["steps"] += 1
+        self.counts["requests"] += len(num_draft_tokens)
+        self.counts["draft_tokens"] += sum(num_draft_tokens)
+        self._pending.append(totals)
+        if len(self._pending) > _MOST_PENDING:
+            self._fold()
+        if self._path is not None and time.monotonic() - self._written > _SECONDS_BETWEEN_WRITES:
+            self.write()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything counted so far, and JAX's share of the time where vLLM decides as well."""
+        self._fold()
+        seconds = {f"{name}_seconds": round(value, 6) for name, value in self.seconds.items()}
+        result = {**self.about, **self.counts, **seconds}
+        if self.seconds["vllm"] > 0:
+            result["overhead"] = round(self.seconds["jax"] / self.seconds["vllm"], 3)
+        return result
+
+    def keep_in(self, folder: Path) -> None:
+        """Writes the counters to a file of this process from the first step on, and to the log at the end."""
+        if self._path is not None:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path = folder / f"counters-{os.getpid()}.json"
+        # Not atexit, which processes started by fork skip.
+        multiprocessing.util.Finalize(None, self._finish, exitpriority=0)
+
+    def write(self) -> None:
+        """Replaces the file as a whole."""
+        assert self._path is not None
+        scratch = self._path.with_suffix(".tmp")
+        scratch.write_text(json.dumps(self.as_dict(), indent=2) + "\n", encoding="utf-8")
+        os.replace(scratch, self._path)
+        self._written = time.monotonic()
+
+    def _fold(self) -> None:
+        pending, self._pending = self._pending, []
+        for totals in pending:
+            kept, deferred, invalid = np.asarray(totals).tolist()
+            self.counts["accepted"] += kept
+            self.counts["deferred"] += deferred
+            self.counts["invalid"] += invalid
+
+    def _finish(self) -> None:
+        self.write()
+        logger.warning("fly_jax counted (%s): %s", self._path, json.dumps(self.as_dict()))
+
+
+COUNTERS = Counters()

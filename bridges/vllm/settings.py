@@ -1,0 +1,73 @@
+"""The plugin's environment variables, read and checked in one place; imports neither torch nor JAX."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+MODES = ("replace", "crosscheck")
+DEFAULT_FOLDER = "fly_jax_vllm"
+DEFAULT_RECORDS = 8
+
+# FLy before vLLM 0.33, which has fields of the same names in its speculative_config.
+_FLY_FIELDS: dict[str, Callable[[str], Any]] = {
+    "rejection_sample_method": str,
+    "fly_window_size": int,
+    "fly_entropy_threshold": float,
+    "fly_entropy_top_k": int,
+}
+_PREFIX = "FLY_JAX_"
+_OWN = ("FLY_JAX_VLLM", "FLY_JAX_VLLM_FOLDER", "FLY_JAX_VLLM_RECORDS")
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What the plugin was told.
+
+    Attributes:
+      mode: "replace" or "crosscheck".
+      fly: the fields of vLLM 0.33's `speculative_config` that were given as variables, for a vLLM that has none.
+      folder: where counters and recorded mismatches go.
+      records: how many steps with a mismatch are written, at most.
+    """
+
+    mode: str
+    fly: Mapping[str, Any]
+    folder: Path
+    records: int
+
+
+def from_environment(environment: Mapping[str, str]) -> Settings | None:
+    """The settings, or None where `FLY_JAX_VLLM` is not set, or empty: the plugin is off.
+
+    Raises:
+      ValueError: a variable has a value that is not allowed, or is one of ours misspelt.
+    """
+    mode = environment.get("FLY_JAX_VLLM", "")
+    if not mode:
+        return None
+    if mode not in MODES:
+        raise ValueError(f"FLY_JAX_VLLM must be {' or '.join(MODES)}, or not set to leave vLLM alone, got {mode!r}")
+    variables = {_PREFIX + name.upper(): name for name in _FLY_FIELDS}
+    known = {*_OWN, *variables}
+    for name in environment:
+        if name.startswith(("FLY_JAX_VLLM", "FLY_JAX_FLY", "FLY_JAX_REJ")) and name not in known:
+            raise ValueError(f"{name} is not a variable of the plugin; there are {', '.join(sorted(known))}")
+    fly = {
+        name: _parse(variable, environment[variable], _FLY_FIELDS[name])
+        for variable, name in variables.items()
+        if environment.get(variable)
+    }
+    records = _parse("FLY_JAX_VLLM_RECORDS", environment.get("FLY_JAX_VLLM_RECORDS") or str(DEFAULT_RECORDS), int)
+    if records < 0:
+        raise ValueError(f"FLY_JAX_VLLM_RECORDS must be at least 0, got {records}")
+    folder = Path(environment.get("FLY_JAX_VLLM_FOLDER") or DEFAULT_FOLDER).absolute()
+    return Settings(mode, fly, folder, records)
+
+
+def _parse(variable: str, text: str, kind: Callable[[str], Any]) -> Any:
+    try:
+        return kind(text)
+    except ValueError:
+        wanted = {int: "an integer", float: "a number"}.get(kind, "text")  # type: ignore[call-overload]
+        raise ValueError(f"{variable} must be {wanted}, got {text!r}") from None

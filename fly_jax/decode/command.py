@@ -1,0 +1,169 @@
+"""`fly-jax generate`: its options read and checked, the run, what it prints."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from fly_jax.cli import INTERRUPTED, DrafterName, DraftSampleMethod
+
+if TYPE_CHECKING:
+    from fly_jax.config import FlyConfig
+    from fly_jax.decode.checkpoint import LoadedModel
+    from fly_jax.decode.comparison import Comparison, PromptRun
+    from fly_jax.decode.drafters import Drafter
+    from fly_jax.decode.prompts import Prompt
+    from fly_jax.processing import SamplingParams
+
+logger = logging.getLogger("fly_jax")
+
+
+def generate(options: Mapping[str, Any]) -> None:
+    """Runs the command with the options as given; a stopped run prints what it finished and exits with status 130."""
+    from fly_jax.decode.comparison import prepare
+    from fly_jax.decode.report import LEGEND, document, progress_bars, prompt_table, totals_table
+
+    console, out = Console(stderr=True), Console()
+    prompts, sampling, config = prompts_of(options), _sampling(options), _fly_config(options)
+    _check_drafter_options(options)
+    logger.warning("FLy is lossy: its text may differ from what the target alone would write.")
+    with progress_bars(console) as report:
+        loaded = load(options["model"], report)
+        comparison = prepare(
+            loaded,
+            _drafter(options, loaded, report),
+            prompts,
+            config=config,
+            sampling=sampling,
+            report=report,
+            **{name: options[name] for name in ("max_tokens", "seed", "raw")},
+        )
+    runs: list[PromptRun] = []
+    interrupted = False
+    for i in range(len(prompts)):
+        with progress_bars(console) as report:
+            run, interrupted = comparison.run(i, report)
+        if run.generations:
+            runs.append(run)
+        if run.generations and not options["json_output"]:
+            out.print(prompt_table(run))
+        if interrupted:
+            break
+    if options["json_output"]:
+        print(
+            json.dumps(
+                document(runs, config=_settings(options, comparison), interrupted=interrupted),
+                indent=2,
+                allow_nan=False,
+            )
+        )
+    elif (table := totals_table(runs)) is not None:
+        out.print(table)
+        out.print(LEGEND, style="dim")
+    if interrupted:
+        raise SystemExit(INTERRUPTED)
+
+
+def load(path: str | None, report: Callable[[str, float], None]) -> LoadedModel:
+    """The model at `path`, or the default one."""
+    from fly_jax.decode.checkpoint import load_model
+
+    if path is None:
+        from fly_jax.decode.default_model import default_model_path
+
+        path = str(default_model_path(progress=report))
+    return load_model(path, progress=report)
+
+
+def prompts_of(options: Mapping[str, Any]) -> list[Prompt]:
+    """The prompts given as text and as a file, or the built-in ones."""
+    from fly_jax.decode.errors import ModelError
+    from fly_jax.decode.prompts import BUILTIN_PROMPTS, Prompt
+
+    texts = list(options["prompt"] or [])
+    if options["prompt_file"] is not None:
+        try:
+            texts.append(Path(options["prompt_file"]).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelError(f"--prompt-file {options['prompt_file']} cannot be read: {error}.") from error
+    if any(not text.strip() for text in texts):
+        raise ModelError("The prompt is empty.")
+    return [Prompt(f"prompt {i + 1}", text) for i, text in enumerate(texts)] or list(BUILTIN_PROMPTS)
+
+
+def _sampling(options: Mapping[str, Any]) -> SamplingParams:
+    from fly_jax.decode.errors import ModelError
+    from fly_jax.processing import SamplingParams
+
+    if not math.isfinite(options["temperature"]):
+        raise ModelError(f"--temperature must be a finite number, at least 0, got {options['temperature']}.")
+    # What is off is left out: a mask costs passes over the vocabulary also where it keeps everything.
+    off = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    given = {name: options[name] for name, value in off.items() if options[name] != value}
+    return SamplingParams(**given) if "temperature" in given else SamplingParams()
+
+
+def _fly_config(options: Mapping[str, Any]) -> FlyConfig:
+    from fly_jax.config import FlyConfig
+    from fly_jax.decode.errors import ModelError
+
+    names = ("num_speculative_tokens", "fly_window_size", "fly_entropy_threshold", "fly_entropy_top_k")
+    try:
+        config = FlyConfig.from_vllm({"rejection_sample_method": "fly", **{name: options[name] for name in names}})
+    except (TypeError, ValueError) as error:
+        raise ModelError(f"{error}.") from error
+    assert config is not None
+    return config
+
+
+def _check_drafter_options(options: Mapping[str, Any]) -> None:
+    """Refuses options that do not go together, before anything is loaded."""
+    from fly_jax.decode.drafters import PromptLookup
+    from fly_jax.decode.errors import ModelError
+
+    name, method = options["drafter"], options["draft_sample_method"]
+    for option, needed in (("draft_model", DrafterName.DRAFT_MODEL), ("skip_layers", DrafterName.LAYER_SKIP)):
+        if options[option] is not None and name != needed:
+            raise ModelError(f"--{option.replace('_', '-')} needs --drafter {needed}, got {name}.")
+    if name == DrafterName.NGRAM:
+        if method != DraftSampleMethod.GREEDY:
+            raise ModelError(f"--draft-sample-method {method} needs a drafter that samples, got --drafter {name}.")
+        PromptLookup(options["num_speculative_tokens"], options["prompt_lookup_max"], options["prompt_lookup_min"])
+    if name == DrafterName.DRAFT_MODEL and options["draft_model"] is None:
+        raise ModelError("--drafter draft-model needs --draft-model PATH.")
+    _skip_layers(options["skip_layers"])
+
+
+def _drafter(options: Mapping[str, Any], loaded: LoadedModel, report: Callable[[str, float], None]) -> Drafter:
+    from fly_jax.decode.drafters import DraftModel, LayerSkip, PromptLookup, default_skip_layers
+
+    name, k, method = (options[each] for each in ("drafter", "num_speculative_tokens", "draft_sample_method"))
+    if name == DrafterName.NGRAM:
+        return PromptLookup(k, options["prompt_lookup_max"], options["prompt_lookup_min"])
+    if name == DrafterName.LAYER_SKIP:
+        layers = _skip_layers(options["skip_layers"]) or default_skip_layers(loaded.config.num_layers)
+        return LayerSkip(layers, k, method)
+    return DraftModel(load(options["draft_model"], report).decoder, k, method)
+
+
+def _skip_layers(text: str | None) -> tuple[int, ...]:
+    from fly_jax.decode.errors import ModelError
+
+    if text is None:
+        return ()
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ModelError(f"--skip-layers must be layer numbers like 12,13,14, got {text!r}.") from None
+
+
+def _settings(options: Mapping[str, Any], comparison: Comparison) -> dict[str, Any]:
+    """The options as given, the model by its own name; JSON has no infinity."""
+    given = {name: str(each) if each == math.inf else each for name, each in options.items() if name != "json_output"}
+    return {**given, "model": comparison.loaded.name, "max_model_len": comparison.max_model_len}

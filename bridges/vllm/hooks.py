@@ -50,7 +50,7 @@ def install(settings: Settings) -> list[str]:
     """
     module = importlib.import_module(V1_MODULE)
     sampler, original = _found(module, "RejectionSampler"), _found(module, "rejection_sample")
-    if hasattr(original, "__wrapped__"):
+    if hasattr(original, "fly_jax_original"):
         return []
     parameters = list(inspect.signature(original).parameters)
     if parameters not in (_PARAMETERS, [*_PARAMETERS, *_FLY_PARAMETERS]):
@@ -62,8 +62,9 @@ def install(settings: Settings) -> list[str]:
     else:
         _refuse_v2()
     decide = _replaced if settings.mode == "replace" else _crosschecked
-    # setattr: a module's functions are not known to a type checker.
-    setattr(module, "rejection_sample", functools.wraps(original)(functools.partial(decide, original, settings)))  # noqa: B010
+    hook: Any = functools.wraps(original)(functools.partial(decide, original, settings))
+    hook.fly_jax_original = original
+    module.__dict__["rejection_sample"] = hook
     sampler.__init__ = _with_settings(sampler.__init__, settings)
     sampler.forward = _with_fly(sampler.forward)
     COUNTERS.about = {"mode": settings.mode}
@@ -185,7 +186,7 @@ def _fly_fields(settings: Settings, spec_config: Any) -> dict[str, Any]:
 def _with_fly(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        token = _FLY.set(self._fly_jax_fields)
+        token = _FLY.set(getattr(self, "_fly_jax_fields", {}))
         try:
             return original(self, *args, **kwargs)
         finally:
@@ -213,7 +214,7 @@ def _mend_cpu(module: ModuleType) -> list[str]:
         return logits if len(logits) == 0 else constraints(logits, *args, **kwargs)
 
     for function in (expand_batch_to_tokens, apply_sampling_constraints):
-        setattr(module, function.__name__, function)
+        module.__dict__[function.__name__] = function
     return ["expand_batch_to_tokens", "apply_sampling_constraints"]
 
 

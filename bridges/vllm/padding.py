@@ -26,8 +26,8 @@ def position_bucket(num_positions: int) -> int:
 
 
 def row_bucket(num_rows: int, most_rows: int) -> int:
-    """A power of two that holds `num_rows`, and at least a quarter of the most rows that the other buckets hold."""
-    return bucket(num_rows, smallest=max(1, bucket(most_rows) // 4))
+    """A power of two that holds `num_rows`, at least 8 and a quarter of the most rows that the other buckets hold."""
+    return bucket(num_rows, smallest=max(8, bucket(most_rows) // 4))
 
 
 def pad(tensor: torch.Tensor, size: int, fill: float) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """`fly-jax crosscheck FILE`: a recorded step run again in JAX and in the torch reference, position by position."""
 
+import math
 from pathlib import Path
 
 import torch
@@ -85,7 +86,9 @@ def _request(recording: Recording, reference: RequestVerification, b: int, ours:
             _token(ours.tolist(), i),
         )
     n = step.num_draft_tokens[b]
-    bonus = Text(f"bonus {int(step.bonus_token_ids[b])}; last token's lead in the race {reference.final_margin:.1e}")
+    bonus = Text(f"bonus token {int(step.bonus_token_ids[b])}")
+    if math.isfinite(reference.final_margin):
+        bonus.append(f"; the last token's lead in its race {reference.final_margin:.1e}")
     table.add_row(str(n), *["-"] * 9, _token(theirs, n), _token(ours.tolist(), n))
     return Group(table, bonus)
 

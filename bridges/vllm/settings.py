@@ -58,6 +58,9 @@ def from_environment(environment: Mapping[str, str]) -> Settings | None:
         for variable, name in variables.items()
         if environment.get(variable)
     }
+    if fly and "rejection_sample_method" not in fly:
+        variable = next(each for each, name in variables.items() if name in fly)
+        raise ValueError(f"{variable} has no effect without FLY_JAX_REJECTION_SAMPLE_METHOD=fly: set that as well")
     records = _parse("FLY_JAX_VLLM_RECORDS", environment.get("FLY_JAX_VLLM_RECORDS") or str(DEFAULT_RECORDS), int)
     if records < 0:
         raise ValueError(f"FLY_JAX_VLLM_RECORDS must be at least 0, got {records}")

@@ -143,7 +143,7 @@ def fly_config(window_size: int | None, entropy_threshold: float | None, entropy
 def vllm_original() -> Callable[..., torch.Tensor]:
     """vLLM's own `rejection_sample`, also where the plugin has put another in its place."""
     function = importlib.import_module(VLLM_MODULE).rejection_sample
-    return getattr(function, "__wrapped__", function)
+    return getattr(function, "fly_jax_original", function)
 
 
 def draw_step(

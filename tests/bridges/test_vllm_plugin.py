@@ -32,6 +32,10 @@ def test_the_plugin_is_off_unless_asked(value):
             {"FLY_JAX_VLLM": "replace", "FLY_JAX_FLY_ENTROPY_THRESHOLD": "x"},
             "FLY_JAX_FLY_ENTROPY_THRESHOLD must be a number, got 'x'",
         ),
+        (
+            {"FLY_JAX_VLLM": "replace", "FLY_JAX_FLY_WINDOW_SIZE": "6"},
+            "FLY_JAX_FLY_WINDOW_SIZE has no effect without FLY_JAX_REJECTION_SAMPLE_METHOD=fly",
+        ),
         ({"FLY_JAX_VLLM": "replace", "FLY_JAX_FLY_WINDOW": "6"}, "FLY_JAX_FLY_WINDOW is not a variable of the plugin"),
         ({"FLY_JAX_VLLM": "crosscheck", "FLY_JAX_VLLM_RECORDS": "-1"}, "FLY_JAX_VLLM_RECORDS must be at least 0"),
     ],
@@ -284,7 +288,7 @@ def test_crosscheck_leaves_vllm_its_tokens_its_generators_and_its_inputs(vllm):
     step = random_step(np.random.default_rng(1), [4, 3], draft_probs=True)
     inputs = {name: value.clone() for name, value in step.items() if isinstance(value, torch.Tensor)}
     torch.manual_seed(9)
-    expected = module.rejection_sample.__wrapped__(**step, sampling_metadata=metadata([1.0, 1.0]))
+    expected = module.rejection_sample.fly_jax_original(**step, sampling_metadata=metadata([1.0, 1.0]))
     after = torch.get_rng_state()
     torch.manual_seed(9)
     tokens = module.rejection_sample(**step, sampling_metadata=metadata([1.0, 1.0], generators))

@@ -119,7 +119,8 @@ def test_v2_replacement_gives_the_recorded_tokens(report, quick):
 
 def random_step(rng, lengths, vocab_size=64, draft_probs=False):
     num_drafts = sum(lengths)
-    logits = torch.from_numpy(rng.normal(0, 3, (num_drafts, vocab_size)).astype(np.float32))
+    # Cloned: torch aligns its memory, NumPy does not.
+    logits = torch.from_numpy(rng.normal(0, 3, (num_drafts, vocab_size)).astype(np.float32)).clone()
     drafts = logits.argmax(dim=1).to(torch.int32)
     return {
         "draft_token_ids": drafts,

@@ -34,6 +34,8 @@ class Counters:
                 "mismatches_documented",
                 "mismatches_real",
                 "records_written",
+                "real_records_written",
+                "failed_writes",
             ),
             0,
         )
@@ -41,6 +43,7 @@ class Counters:
         self.about: dict[str, Any] = {}
         self._pending: list[Any] = []
         self._path: Path | None = None
+        self._pid = 0
         self._written = 0.0
 
     def add_step(self, num_draft_tokens: list[int], totals: Any) -> None:
@@ -51,7 +54,7 @@ class Counters:
         self._pending.append(totals)
         if len(self._pending) > _MOST_PENDING:
             self._fold()
-        if self._path is not None and time.monotonic() - self._written > _SECONDS_BETWEEN_WRITES:
+        if time.monotonic() - self._written > _SECONDS_BETWEEN_WRITES:
             self.write()
 
     def as_dict(self) -> dict[str, Any]:
@@ -64,20 +67,39 @@ class Counters:
         return result
 
     def keep_in(self, folder: Path) -> None:
-        """Writes the counters to a file of this process from the first step on, and to the log at the end."""
-        if self._path is not None:
+        """Writes the counters to a file of this process from the first step on, and to the log at the end.
+
+        Raises:
+          OSError: the folder cannot be written to; later, when requests are under way, that is only counted.
+        """
+        if self._pid == os.getpid():
             return
+        self._pid = os.getpid()
         folder.mkdir(parents=True, exist_ok=True)
-        self._path = folder / f"counters-{os.getpid()}.json"
+        self._path = folder / f"counters-{self._pid}.json"
+        self._replace_file(self._path)
         # Not atexit, which processes started by fork skip.
         multiprocessing.util.Finalize(None, self._finish, exitpriority=0)
 
     def write(self) -> None:
-        """Replaces the file as a whole."""
-        assert self._path is not None
-        scratch = self._path.with_suffix(".tmp")
+        """Writes the file, if there is one; a failure is logged and counted, since nothing verified is wrong by it."""
+        if self._path is None:
+            return
+        try:
+            self._replace_file(self._path)
+        except OSError as error:
+            self.write_failed(error)
+
+    def write_failed(self, error: OSError) -> None:
+        """Counts a failure to write, and logs the first."""
+        self.counts["failed_writes"] += 1
+        if self.counts["failed_writes"] == 1:
+            logger.error("fly_jax cannot write what it counts and records, and goes on: %s", error)
+
+    def _replace_file(self, path: Path) -> None:
+        scratch = path.with_suffix(".tmp")
         scratch.write_text(json.dumps(self.as_dict(), indent=2) + "\n", encoding="utf-8")
-        os.replace(scratch, self._path)
+        os.replace(scratch, path)
         self._written = time.monotonic()
 
     def _fold(self) -> None:

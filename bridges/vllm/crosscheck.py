@@ -9,6 +9,8 @@ import json
 import os
 import platform
 import time
+import zipfile
+import zlib
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -62,65 +64,100 @@ def differing_requests(theirs: torch.Tensor, ours: torch.Tensor) -> list[int]:
 
 def classify(step: Step, theirs: torch.Tensor, ours: torch.Tensor, differing: list[int]) -> list[Mismatch]:
     """Says of each differing request why it differs."""
-    references = reference(step)
-    return [_classify(step, references[b], b, _tokens(theirs[b]), _tokens(ours[b])) for b in differing]
+    return [_classify(single(step, b), b, theirs[b], ours[b]) for b in differing]
 
 
-def reference(step: Step) -> list[RequestVerification]:
-    """What the torch reference makes of a step."""
-    num_requests = len(step.num_draft_tokens)
-    gumbel = None if step.exponential is None else -torch.log(step.exponential[:num_requests])
-    return torch_reference.verify_rows(
-        step.target_logits,
-        step.draft_token_ids,
-        step.num_draft_tokens,
-        bonus_token_ids=step.bonus_token_ids,
+def single(step: Step, b: int) -> Step:
+    """The step that has only request `b` of a step."""
+    start = sum(step.num_draft_tokens[:b])
+    rows, request = slice(start, start + step.num_draft_tokens[b]), slice(b, b + 1)
+
+    def cut(tensor: torch.Tensor | None, part: slice) -> torch.Tensor | None:
+        return None if tensor is None else tensor[part]
+
+    return Step(
+        draft_token_ids=step.draft_token_ids[rows],
+        num_draft_tokens=step.num_draft_tokens[request],
+        target_logits=step.target_logits[rows],
+        draft_probs=cut(step.draft_probs, rows),
+        bonus_token_ids=step.bonus_token_ids[request],
+        sampling=cut(step.sampling, request),
+        uniform=cut(step.uniform, rows),
+        exponential=cut(step.exponential, request),
         config=step.config,
-        temperature=None if step.sampling is None else step.sampling.to(torch.float32),
-        draft_probs=None if step.sampling is None else step.draft_probs,
-        uniform=step.uniform,
-        gumbel=gumbel,
     )
 
 
-def _classify(step: Step, reference: RequestVerification, b: int, theirs: list[int], ours: list[int]) -> Mismatch:
-    agrees = {tuple(ours): "jax", tuple(theirs): "vllm"}.get(tuple(reference.token_ids), "neither")
-    reason = documented_difference(step, b)
+def reference(request: Step) -> RequestVerification:
+    """What the torch reference makes of a step of one request."""
+    (verification,) = torch_reference.verify_rows(
+        request.target_logits,
+        request.draft_token_ids,
+        request.num_draft_tokens,
+        bonus_token_ids=request.bonus_token_ids,
+        config=request.config,
+        temperature=None if request.sampling is None else request.sampling.to(torch.float32),
+        draft_probs=None if request.sampling is None else request.draft_probs,
+        uniform=request.uniform,
+        gumbel=None if request.exponential is None else -torch.log(request.exponential),
+    )
+    return verification
+
+
+def _classify(request: Step, b: int, theirs: torch.Tensor, ours: torch.Tensor) -> Mismatch:
+    verification = reference(request)
+    sides = {tuple(_tokens(ours)): "jax", tuple(_tokens(theirs)): "vllm"}
+    agrees = sides.get(tuple(verification.token_ids), "neither")
+    # What lies past the first difference and the window behind it cannot be why.
+    first = int(torch.nonzero(theirs != ours)[0])
+    last = first + (0 if request.config is None else request.config.window_size or 0)
+    reason = documented_difference(request, verification, last) if agrees == "jax" else None
     if reason is not None:
         return Mismatch(b, "documented", reason, agrees)
-    reason = near_tie(step, reference, b)
+    reason = near_tie(request, verification, first, last) if agrees != "neither" else None
     if reason is not None:
         return Mismatch(b, "near_tie", reason, agrees)
     return Mismatch(b, "real", "no decision is within rounding of its opposite", agrees)
 
 
-def documented_difference(step: Step, b: int) -> str | None:
-    """Where the rule differs from vLLM V1 on purpose (README: Where results differ), or None."""
-    rows = _rows(step, b)
-    drafts = step.draft_token_ids[rows]
-    sampling = step.sampling is not None and bool(step.sampling[b])
-    if bool((drafts >= step.target_logits.shape[1]).any()):
+def documented_difference(request: Step, verification: RequestVerification, last: int) -> str | None:
+    """Where the rule differs from vLLM V1 on purpose (README: Where results differ), up to position `last`, or None."""
+    drafts, logits = request.draft_token_ids[: last + 1], request.target_logits[: last + 1]
+    if bool((drafts >= logits.shape[1]).any()):
         return "a draft id is outside the vocabulary: vLLM reads another row, here it is rejected"
-    if sampling and step.draft_probs is not None and bool((drafts < 0).any()):
+    if bool(logits.isnan().any()) or bool((logits == -torch.inf).all(dim=1).any()):
+        return "a row is not a distribution (NaN, or nothing above -inf): here it stops the request"
+    if request.sampling is None or not bool(request.sampling[0]):
+        return None
+    if bool((logits == torch.inf).any()):
+        return "a row is not a distribution (+inf): here it stops the request"
+    if request.draft_probs is not None and bool((drafts < 0).any()):
         return "a placeholder with draft probabilities: vLLM samples max(p - q, 0), here p"
-    if sampling and step.uniform is not None and bool((step.uniform[rows] == 0).any()):
+    if request.uniform is not None and bool((request.uniform[: last + 1] == 0).any()):
         return "a uniform of exactly 0: vLLM accepts probability 0 there, here it is rejected"
-    if not bool(torch.isfinite(step.target_logits[rows].amax(dim=1)).all()):
-        return "a row is not a distribution (NaN, +inf, or nothing above -inf): here it stops the request"
+    deferred = zip(verification.deferred[: last + 1], verification.target_probability, strict=False)
+    if any(is_deferred and p == 0 for is_deferred, p in deferred):
+        return "a probability that underflows to 0 is not deferrable in vLLM V1, here it is"
     return None
 
 
-def near_tie(step: Step, reference: RequestVerification, b: int) -> str | None:
-    """The closest decision of a request when it is within `MARGIN`, or None.
+def near_tie(request: Step, verification: RequestVerification, first: int, last: int) -> str | None:
+    """The closest decision that tokens first differing at `first` can come from, when it is within `MARGIN`, or None.
 
     A greedy acceptance compares indices of the same numbers, so that only an exact tie can fall either way.
     """
-    sampling = step.sampling is not None and bool(step.sampling[b])
+    sampling = request.sampling is not None and bool(request.sampling[0])
     least = MARGIN if sampling else 0.0
-    candidates = [(m, f"acceptance at position {i}") for i, m in enumerate(reference.acceptance_margin) if m <= least]
-    candidates += [(m, f"entropy gate at position {i}") for i, m in enumerate(reference.entropy_margin) if m < MARGIN]
-    if reference.final_margin < MARGIN:
-        candidates.append((reference.final_margin, "race for the last token"))
+    acceptance = enumerate(verification.acceptance_margin[: last + 1])
+    candidates = [(margin, f"acceptance at position {i}") for i, margin in acceptance if margin <= least]
+    gate = zip(verification.entropy_margin[: first + 1], verification.natively_accepted, strict=False)
+    candidates += [
+        (margin, f"entropy gate at position {i}")
+        for i, (margin, accepted) in enumerate(gate)
+        if margin < MARGIN and not accepted
+    ]
+    if verification.final_margin < MARGIN and verification.num_accepted == first:
+        candidates.append((verification.final_margin, "race for the last token"))
     if not candidates:
         return None
     margin, where = min(candidates)
@@ -168,9 +205,14 @@ def save(folder: Path, step: Step, theirs: torch.Tensor, ours: torch.Tensor, mis
     arrays["about"] = np.asarray(json.dumps(about))
     path = folder / f"mismatch-{os.getpid()}-{time.time_ns()}.npz"
     scratch = path.with_suffix(".tmp")
-    with scratch.open("wb") as file:
-        np.savez_compressed(file, allow_pickle=False, **arrays)
-    os.replace(scratch, path)
+    try:
+        # Not compressed: the engine waits for it.
+        with scratch.open("wb") as file:
+            np.savez(file, allow_pickle=False, **arrays)
+        os.replace(scratch, path)
+    except BaseException:
+        scratch.unlink(missing_ok=True)
+        raise
     return path
 
 
@@ -182,7 +224,8 @@ def load(path: Path) -> Recording:
       OSError: it cannot be read.
     """
     try:
-        with np.load(path, allow_pickle=False) as file:
+        # NumPy leaves a damaged file open that it opened itself.
+        with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
         about = json.loads(str(arrays["about"]))
         if about["format"] != _FORMAT:
@@ -197,6 +240,7 @@ def load(path: Path) -> Recording:
             config=None if config is None else FlyConfig(**config),
             **{name: tensors.get(name) for name in ("draft_probs", "sampling", "uniform", "exponential")},
         )
+        _check_shapes(step, tensors["vllm_token_ids"], tensors["jax_token_ids"])
         return Recording(
             step,
             tensors["vllm_token_ids"],
@@ -204,8 +248,23 @@ def load(path: Path) -> Recording:
             [Mismatch(**each) for each in about["mismatches"]],
             {name: about[name] for name in ("device", "versions")},
         )
-    except (ValueError, KeyError, TypeError, EOFError) as error:
+    except (ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(f"{path} is not a step recorded by fly_jax's cross-check: {error}") from error
+
+
+def _check_shapes(step: Step, *outputs: torch.Tensor) -> None:
+    num_requests, num_drafts = len(step.num_draft_tokens), sum(step.num_draft_tokens)
+    if step.target_logits.ndim != 2:
+        raise ValueError(f"target_logits must be [N, V], got {list(step.target_logits.shape)}")
+    rows = (step.draft_token_ids, step.target_logits, step.draft_probs, step.uniform)
+    requests = (step.bonus_token_ids, step.sampling, step.exponential, *outputs)
+    if any(each is not None and len(each) != num_drafts for each in rows) or any(
+        each is not None and len(each) != num_requests for each in requests
+    ):
+        raise ValueError(f"its arrays are not of {num_requests} requests with {num_drafts} drafts")
+    width = max(step.num_draft_tokens, default=0) + 1
+    if any(each.shape != (num_requests, width) for each in outputs):
+        raise ValueError(f"its tokens are not [B, K + 1] = [{num_requests}, {width}]")
 
 
 def _versions() -> dict[str, str]:
@@ -218,11 +277,6 @@ def _versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return versions
-
-
-def _rows(step: Step, b: int) -> slice:
-    start = sum(step.num_draft_tokens[:b])
-    return slice(start, start + step.num_draft_tokens[b])
 
 
 def _tokens(row: torch.Tensor) -> list[int]:

@@ -56,10 +56,9 @@ def install(settings: Settings) -> list[str]:
     if parameters not in (_PARAMETERS, [*_PARAMETERS, *_FLY_PARAMETERS]):
         raise RuntimeError(f"FLY_JAX_VLLM: {V1_MODULE}.rejection_sample has other parameters than known: {parameters}")
     hooked = ["rejection_sample", "RejectionSampler.__init__", "RejectionSampler.forward"]
-    if _is_cpu():
-        if settings.mode == "replace":
-            hooked += _mend_cpu(module)
-    else:
+    if settings.mode == "replace" and _platform().is_cpu():
+        hooked += mend_cpu(module)
+    if not _platform().is_cpu() or importlib.import_module("vllm.triton_utils").HAS_TRITON:
         _refuse_v2()
     decide = _replaced if settings.mode == "replace" else _crosschecked
     hook: Any = functools.wraps(original)(functools.partial(decide, original, settings))
@@ -72,19 +71,19 @@ def install(settings: Settings) -> list[str]:
 
 
 def _replaced(original: Callable[..., torch.Tensor], settings: Settings, *args: Any, **kwargs: Any) -> torch.Tensor:
+    COUNTERS.keep_in(settings.folder)
     call = _call(original, args, kwargs)
     if call["synthetic_mode"] or call["use_fp64_gumbel"]:
         return _left_to_vllm(original, args, kwargs)
-    COUNTERS.keep_in(settings.folder)
     tokens, _ = _verify(call)
     return tokens
 
 
 def _crosschecked(original: Callable[..., torch.Tensor], settings: Settings, *args: Any, **kwargs: Any) -> torch.Tensor:
+    COUNTERS.keep_in(settings.folder)
     call = _call(original, args, kwargs)
     if call["synthetic_mode"] or call["use_fp64_gumbel"]:
         return _left_to_vllm(original, args, kwargs)
-    COUNTERS.keep_in(settings.folder)
     # JAX first, with copies of the generators: then vLLM finds everything as if JAX had not been there.
     metadata, device = call["sampling_metadata"], call["target_logits"].device
     copies = {request: generator.clone_state() for request, generator in metadata.generators.items()}
@@ -96,14 +95,32 @@ def _crosschecked(original: Callable[..., torch.Tensor], settings: Settings, *ar
     differing = crosscheck.differing_requests(theirs, ours)
     COUNTERS.seconds["vllm"] += time.perf_counter() - start
     if differing:
-        mismatches = crosscheck.classify(step, theirs, ours, differing)
-        for mismatch in mismatches:
-            COUNTERS.counts[f"mismatches_{mismatch.kind}"] += 1
-        if COUNTERS.counts["records_written"] < settings.records:
-            path = crosscheck.save(settings.folder, step, theirs, ours, mismatches)
-            COUNTERS.counts["records_written"] += 1
-            logger.warning("fly_jax: %s; `fly-jax crosscheck %s` explains it", crosscheck.summary(mismatches), path)
+        _report(settings, step, theirs, ours, crosscheck.classify(step, theirs, ours, differing))
     return theirs
+
+
+def _report(settings: Settings, step: Any, theirs: torch.Tensor, ours: torch.Tensor, mismatches: Any) -> None:
+    """Counts the mismatches of a step, records it if few were yet, and logs it if it is recorded or real."""
+    from fly_jax.bridges.vllm import crosscheck
+
+    counts = COUNTERS.counts
+    for mismatch in mismatches:
+        counts[f"mismatches_{mismatch.kind}"] += 1
+    is_real = any(mismatch.kind == "real" for mismatch in mismatches)
+    # Real ones have a quota of their own, so that near-ties cannot use it up.
+    quota = "real_records_written" if is_real else "records_written"
+    where = ""
+    if counts[quota] < settings.records:
+        try:
+            path = crosscheck.save(settings.folder, step, theirs, ours, mismatches)
+        except OSError as error:
+            COUNTERS.write_failed(error)
+        else:
+            counts[quota] += 1
+            where = f"; `fly-jax crosscheck {path}` explains it"
+    if where or is_real:
+        logger.warning("fly_jax: %s%s", crosscheck.summary(mismatches), where)
+    COUNTERS.write()
 
 
 def _verify(call: dict[str, Any], **generators: Any) -> tuple[torch.Tensor, Any]:
@@ -136,13 +153,19 @@ def _verify(call: dict[str, Any], **generators: Any) -> tuple[torch.Tensor, Any]
 
 def _call(original: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
     """The arguments of a call by name, with FLy's settings from wherever they are."""
-    bound = inspect.signature(original).bind(*args, **kwargs)
+    bound = _signature(original).bind(*args, **kwargs)
     bound.apply_defaults()
     return {**_FLY.get(), **bound.arguments}
 
 
+_signature = functools.cache(inspect.signature)
+
+
 def _left_to_vllm(original: Callable[..., torch.Tensor], args: Any, kwargs: Any) -> torch.Tensor:
     COUNTERS.counts["steps_left_to_vllm"] += 1
+    if COUNTERS.counts["steps_left_to_vllm"] == 1:
+        logger.warning("fly_jax leaves steps of synthetic acceptance or float64 Gumbel noise to vLLM's own function")
+        COUNTERS.write()
     return original(*args, **kwargs)
 
 
@@ -155,6 +178,8 @@ def _with_settings(original: Callable[..., None], settings: Settings) -> Callabl
             # vLLM refuses FLy on a CPU, for its Triton kernels, and uses the device for synthetic acceptance only.
             device = None
         original(self, sampler, spec_config, device)
+        if fly and self.use_fp64_gumbel:
+            raise ValueError("FLY_JAX_REJECTION_SAMPLE_METHOD=fly excludes float64 Gumbel noise (use_fp64_gumbel)")
         self._fly_jax_fields = fly
         if fly:
             logger.warning("FLy verification is on: %s. It is lossy and may degrade model outputs.", fly)
@@ -195,7 +220,7 @@ def _with_fly(original: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def _mend_cpu(module: ModuleType) -> list[str]:
+def mend_cpu(module: ModuleType) -> list[str]:
     """Works around two faults of vLLM on CPUs (0.32 and 0.33): see the functions."""
     constraints = _found(module, "apply_sampling_constraints")
     _found(module, "expand_batch_to_tokens")
@@ -237,8 +262,8 @@ def _found(module: ModuleType, name: str) -> Any:
     return getattr(module, name)
 
 
-def _is_cpu() -> bool:
-    return importlib.import_module("vllm.platforms").current_platform.is_cpu()
+def _platform() -> Any:
+    return importlib.import_module("vllm.platforms").current_platform
 
 
 def _default_generator(device: torch.device) -> torch.Generator:

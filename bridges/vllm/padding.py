@@ -1,7 +1,7 @@
 """Shape buckets for torch tensors, so that an engine whose batch changes at every step runs a handful of programs.
 
-For up to 32 requests a mode (greedy or sampling, with or without draft probabilities) compiles at most 7 times, for up
-to 128 at most 10: the request buckets, times the three sizes of rows that `row_bucket` allows.
+With up to 16 drafts each, a mode (greedy, or sampling with or without draft probabilities) compiles at most 8 times for
+up to 32 requests, at most 11 times for up to 128: the request buckets, times the sizes that `row_bucket` allows.
 """
 
 import torch
@@ -18,8 +18,8 @@ def request_bucket(num_requests: int) -> int:
 
 
 def position_bucket(num_positions: int) -> int:
-    """8, 32, 128: positions past a draft cost next to nothing."""
-    size = 8
+    """16, 64, 256: positions past a draft cost next to nothing."""
+    size = 16
     while size < num_positions:
         size *= 4
     return size

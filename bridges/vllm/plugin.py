@@ -37,6 +37,7 @@ def register() -> None:
     version, text = _vllm_version()
     _check_fly_variables(settings, version, text)
     _share_the_gpu()
+    _reach_ray_workers()
     from fly_jax.bridges.vllm import hooks
 
     hooked = hooks.install(settings)
@@ -96,6 +97,14 @@ def _fly_source(settings: settings_lib.Settings, version: tuple[int, int]) -> st
     if version >= FLY_SINCE:
         return "as the speculative_config says"
     return "on" if settings.fly.get("rejection_sample_method") == "fly" else "off"
+
+
+def _reach_ray_workers() -> None:
+    """vLLM copies to Ray's workers only variables that it knows, and those with these prefixes."""
+    name, prefix = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY", "FLY_JAX_"
+    prefixes = [each for each in os.environ.get(name, "").split(",") if each]
+    if prefix not in prefixes:
+        os.environ[name] = ",".join([*prefixes, prefix])
 
 
 def _share_the_gpu() -> None:

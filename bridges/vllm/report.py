@@ -8,7 +8,6 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from fly_jax.bridges.torch_reference import RequestVerification
 from fly_jax.bridges.vllm import crosscheck, v1
 from fly_jax.bridges.vllm.crosscheck import MARGIN, Recording
 
@@ -22,7 +21,7 @@ def explain(path: Path, console: Console, *, all_requests: bool = False) -> bool
       all_requests: also those whose tokens are the same.
 
     Returns:
-      Whether nothing is wrong: the replay gives the recorded tokens of JAX, and no mismatch is real.
+      Whether no mismatch is real. A near-tie may fall the other way where the replay runs on another device.
     """
     recording = crosscheck.load(path)
     step, theirs = recording.step, recording.vllm_token_ids
@@ -30,10 +29,9 @@ def explain(path: Path, console: Console, *, all_requests: bool = False) -> bool
     ours = v1.emitted(verification, len(step.num_draft_tokens), theirs.shape[1] - 1)
     differing = crosscheck.differing_requests(theirs, ours)
     mismatches = {each.request: each for each in crosscheck.classify(step, theirs, ours, differing)}
-    references = crosscheck.reference(step)
     console.print(_head(recording))
     for b in range(len(step.num_draft_tokens)) if all_requests else sorted(mismatches):
-        console.print(_request(recording, references[b], b, ours[b]))
+        console.print(_request(recording, b, ours[b]))
         if b in mismatches:
             mismatch = mismatches[b]
             console.print(
@@ -43,7 +41,7 @@ def explain(path: Path, console: Console, *, all_requests: bool = False) -> bool
     reproduced = bool(torch.equal(ours, recording.jax_token_ids))
     same = "gives the recorded tokens" if reproduced else "[bold]does not give the recorded tokens[/]"
     console.print(f"{len(mismatches)} of {len(step.num_draft_tokens)} requests differ. The replay in JAX {same}.")
-    return reproduced and not any(each.kind == "real" for each in mismatches.values())
+    return not any(each.kind == "real" for each in mismatches.values())
 
 
 def _head(recording: Recording) -> Text:
@@ -60,20 +58,21 @@ def _head(recording: Recording) -> Text:
     return Text(f"{shape}, {fly}, on {recording.about['device']}\nrecorded with {versions}\n")
 
 
-def _request(recording: Recording, reference: RequestVerification, b: int, ours: torch.Tensor) -> Group:
-    step = recording.step
-    start = sum(step.num_draft_tokens[:b])
-    sampling = step.sampling is not None and bool(step.sampling[b])
+def _request(recording: Recording, b: int, ours: torch.Tensor) -> Group:
+    step = crosscheck.single(recording.step, b)
+    reference = crosscheck.reference(step)
+    sampling = step.sampling is not None and bool(step.sampling[0])
     table = Table(title=f"request {b} ({'sampling' if sampling else 'greedy'})", title_justify="left")
     for column in ("i", "draft", "argmax", "p", "q", "u", "native", "H", "deferred", "margin", "vllm", "jax"):
         table.add_column(column, justify="right")
     theirs = recording.vllm_token_ids[b].tolist()
-    for i in range(step.num_draft_tokens[b]):
+    (n,) = step.num_draft_tokens
+    for i in range(n):
         margin = min(reference.acceptance_margin[i], reference.entropy_margin[i])
-        uniform = f"{float(step.uniform[start + i]):.6f}" if sampling and step.uniform is not None else "-"
+        uniform = f"{float(step.uniform[i]):.6f}" if sampling and step.uniform is not None else "-"
         table.add_row(
             str(i),
-            str(int(step.draft_token_ids[start + i])),
+            str(int(step.draft_token_ids[i])),
             str(reference.target_argmax[i]),
             f"{reference.target_probability[i]:.6f}",
             f"{reference.draft_probability[i]:.6f}" if sampling else "-",
@@ -85,8 +84,7 @@ def _request(recording: Recording, reference: RequestVerification, b: int, ours:
             _token(theirs, i),
             _token(ours.tolist(), i),
         )
-    n = step.num_draft_tokens[b]
-    bonus = Text(f"bonus token {int(step.bonus_token_ids[b])}")
+    bonus = Text(f"bonus token {int(step.bonus_token_ids[0])}")
     if math.isfinite(reference.final_margin):
         bonus.append(f"; the last token's lead in its race {reference.final_margin:.1e}")
     table.add_row(str(n), *["-"] * 9, _token(theirs, n), _token(ours.tolist(), n))

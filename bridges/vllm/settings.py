@@ -18,6 +18,7 @@ _FLY_FIELDS: dict[str, Callable[[str], Any]] = {
 }
 _PREFIX = "FLY_JAX_"
 _OWN = ("FLY_JAX_VLLM", "FLY_JAX_VLLM_FOLDER", "FLY_JAX_VLLM_RECORDS")
+_OTHERS = ("FLY_JAX_CACHE", "FLY_JAX_TEST_")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,18 +42,21 @@ def from_environment(environment: Mapping[str, str]) -> Settings | None:
     """The settings, or None where `FLY_JAX_VLLM` is not set, or empty: the plugin is off.
 
     Raises:
-      ValueError: a variable has a value that is not allowed, or is one of ours misspelt.
+      ValueError: a variable has a value that is not allowed, has no effect, or is one of ours misspelt.
     """
-    mode = environment.get("FLY_JAX_VLLM", "")
-    if not mode:
-        return None
-    if mode not in MODES:
-        raise ValueError(f"FLY_JAX_VLLM must be {' or '.join(MODES)}, or not set to leave vLLM alone, got {mode!r}")
     variables = {_PREFIX + name.upper(): name for name in _FLY_FIELDS}
     known = {*_OWN, *variables}
     for name in environment:
-        if name.startswith(("FLY_JAX_VLLM", "FLY_JAX_FLY", "FLY_JAX_REJ")) and name not in known:
-            raise ValueError(f"{name} is not a variable of the plugin; there are {', '.join(sorted(known))}")
+        if name.startswith(_PREFIX) and not name.startswith(_OTHERS) and name not in known:
+            raise ValueError(f"{name} is not a variable of fly_jax's plugin; there are {', '.join(sorted(known))}")
+    mode = environment.get("FLY_JAX_VLLM", "")
+    if not mode:
+        given = next((name for name in variables if environment.get(name)), None)
+        if given is not None:
+            raise ValueError(f"{given} has no effect without FLY_JAX_VLLM=replace: set that as well, or unset it")
+        return None
+    if mode not in MODES:
+        raise ValueError(f"FLY_JAX_VLLM must be {' or '.join(MODES)}, or not set to leave vLLM alone, got {mode!r}")
     fly = {
         name: _parse(variable, environment[variable], _FLY_FIELDS[name])
         for variable, name in variables.items()

@@ -175,7 +175,8 @@ def draw_step(
         draft_token_ids, num_draft_tokens, target_logits, draft_probs, bonus_token_ids.reshape(-1), config=config
     )
     if sampling_metadata.all_greedy:
-        return step
+        # Whatever the draft's distribution is: it makes no difference, but another program.
+        return dataclasses.replace(step, draft_probs=None)
     uniform, exponential = draw_noise(
         num_draft_tokens,
         target_logits,

@@ -1,6 +1,6 @@
 """vLLM V2's `rejection_sample`, decided by `fly_verify_rows` with vLLM V2's own noise: torch tensors in and out.
 
-At function level only: this project has no GPU to run a V2 engine on, and CPU engines always run V1.
+At function level only: this project has no GPU to run a V2 engine on, and vLLM's CPU wheels run V1.
 """
 
 import functools

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import types
@@ -36,7 +37,9 @@ def test_the_plugin_is_off_unless_asked(value):
             {"FLY_JAX_VLLM": "replace", "FLY_JAX_FLY_WINDOW_SIZE": "6"},
             "FLY_JAX_FLY_WINDOW_SIZE has no effect without FLY_JAX_REJECTION_SAMPLE_METHOD=fly",
         ),
-        ({"FLY_JAX_VLLM": "replace", "FLY_JAX_FLY_WINDOW": "6"}, "FLY_JAX_FLY_WINDOW is not a variable of the plugin"),
+        ({"FLY_JAX_VLLM": "replace", "FLY_JAX_WINDOW_SIZE": "6"}, "FLY_JAX_WINDOW_SIZE is not a variable of fly_jax"),
+        ({"FLY_JAX_VLM": "replace"}, "FLY_JAX_VLM is not a variable of fly_jax"),
+        ({"FLY_JAX_REJECTION_SAMPLE_METHOD": "fly"}, "has no effect without FLY_JAX_VLLM=replace"),
         ({"FLY_JAX_VLLM": "crosscheck", "FLY_JAX_VLLM_RECORDS": "-1"}, "FLY_JAX_VLLM_RECORDS must be at least 0"),
     ],
 )
@@ -67,7 +70,7 @@ def test_variables_are_fields_of_the_speculative_config(tmp_path):
     assert (given.folder, given.records) == (tmp_path, 3)
 
 
-def stand_in(version="0.32.0", *, is_cpu=True, has_fly=False):
+def stand_in(version="0.32.0", *, is_cpu=True, has_triton=False, has_fly=False):
     """Modules with what the plugin touches in vLLM, and a `rejection_sample` that keeps every draft."""
     module = types.ModuleType(hooks.V1_MODULE)
 
@@ -96,6 +99,7 @@ def stand_in(version="0.32.0", *, is_cpu=True, has_fly=False):
     class RejectionSampler:
         def __init__(self, sampler, spec_config=None, device=None):
             self.device = device
+            self.use_fp64_gumbel = sampler == "fp64"
 
         def forward(self, **step):
             return module.rejection_sample(**step)
@@ -124,9 +128,12 @@ def stand_in(version="0.32.0", *, is_cpu=True, has_fly=False):
     v2_module.RejectionSampler = type("RejectionSampler", (), {})
     platforms = types.ModuleType("vllm.platforms")
     platforms.current_platform = types.SimpleNamespace(is_cpu=lambda: is_cpu)
+    triton_utils = types.ModuleType("vllm.triton_utils")
+    triton_utils.HAS_TRITON = has_triton
     vllm = types.ModuleType("vllm")
     vllm.__version__ = version
-    return {"vllm": vllm, "vllm.platforms": platforms, hooks.V1_MODULE: module, hooks.V2_MODULE: v2_module}
+    others = {"vllm.platforms": platforms, "vllm.triton_utils": triton_utils}
+    return {"vllm": vllm, **others, hooks.V1_MODULE: module, hooks.V2_MODULE: v2_module}
 
 
 @pytest.fixture
@@ -192,8 +199,9 @@ def test_another_signature_is_an_error(vllm):
         vllm("replace", change=change)
 
 
-def test_an_engine_of_the_v2_runner_is_refused(vllm):
-    vllm("replace", is_cpu=False)
+@pytest.mark.parametrize("platform", [{"is_cpu": False}, {"is_cpu": True, "has_triton": True}])
+def test_an_engine_of_the_v2_runner_is_refused(vllm, platform):
+    vllm("replace", **platform)
     with pytest.raises(RuntimeError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
         sys.modules[hooks.V2_MODULE].RejectionSampler()
 
@@ -261,11 +269,26 @@ def test_fly_of_vllm_itself_runs_on_a_cpu(vllm):
 
 
 @pytest.mark.parametrize("mode", settings.MODES)
-def test_synthetic_acceptance_is_left_to_vllm(vllm, mode):
+def test_synthetic_acceptance_is_left_to_vllm(vllm, mode, tmp_path):
     module = vllm(mode)
     assert module.rejection_sample(**undecided_step(), synthetic_mode=True)[0, 1] == 1
     assert plugin.counters()["steps_left_to_vllm"] == 1
     assert plugin.counters()["steps"] == 0
+    (path,) = tmp_path.glob("counters-*.json")
+    assert json.loads(path.read_text())["steps_left_to_vllm"] == 1
+
+
+def test_fly_excludes_float64_noise_in_an_engine_that_has_no_fly(vllm):
+    module = vllm("replace", variables={"FLY_JAX_REJECTION_SAMPLE_METHOD": "fly"})
+    with pytest.raises(ValueError, match="excludes float64 Gumbel noise"):
+        module.RejectionSampler("fp64", spec_config(), torch.device("cpu"))
+
+
+def test_the_variables_reach_the_workers_of_ray(vllm, monkeypatch):
+    monkeypatch.setenv("VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY", "MINE_")
+    vllm("replace")
+    plugin.register()
+    assert os.environ["VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"] == "MINE_,FLY_JAX_"
 
 
 def test_what_vllm_loses_on_a_cpu_is_expanded(vllm):
@@ -305,8 +328,11 @@ def test_crosscheck_counts_classes_and_records_the_first_few(vllm, tmp_path, cap
     counted = plugin.counters()
     assert counted["steps"] == 3
     assert counted["mismatches_real"] == 3
-    assert counted["records_written"] == 2
+    assert counted["real_records_written"] == 2
     assert counted["overhead"] > 0
+    assert caplog.text.count("1 real") == 3  # a real one is logged always
+    (path,) = tmp_path.glob("counters-*.json")
+    assert json.loads(path.read_text())["mismatches_real"] == 3
     records = sorted(tmp_path.glob("mismatch-*.npz"))
     assert len(records) == 2
     assert str(records[0]) in caplog.text
@@ -318,12 +344,28 @@ def test_crosscheck_counts_classes_and_records_the_first_few(vllm, tmp_path, cap
     assert {"torch", "jax", "fly-jax"} <= recording.about["versions"].keys()
 
 
-def test_the_counters_are_a_file_that_is_always_whole(vllm, tmp_path):
+def test_the_counters_are_a_file_that_is_always_whole(vllm, tmp_path, monkeypatch):
+    monkeypatch.setattr(counting, "_SECONDS_BETWEEN_WRITES", 0.0)
     module = vllm("replace")
     module.rejection_sample(**undecided_step())
     (path,) = tmp_path.glob("counters-*.json")
     assert json.loads(path.read_text())["steps"] == 1
     assert list(tmp_path.glob("*.tmp")) == []
+
+
+def test_a_folder_that_cannot_be_written_stops_the_start_and_not_the_service(vllm, tmp_path, caplog):
+    module = vllm("crosscheck", variables={"FLY_JAX_VLLM_FOLDER": str(tmp_path / "folder")})
+    (tmp_path / "folder").write_text("in the way")
+    with pytest.raises(OSError, match="folder"):
+        module.rejection_sample(**undecided_step())
+    (tmp_path / "folder").unlink()
+    counting.COUNTERS._pid = 0
+    module.rejection_sample(**undecided_step())
+    shutil.rmtree(tmp_path / "folder")
+    (tmp_path / "folder").write_text("in the way")
+    module.rejection_sample(**undecided_step())
+    assert plugin.counters()["failed_writes"] > 0
+    assert caplog.text.count("cannot write") == 1
 
 
 def test_an_error_in_the_bridge_is_not_swallowed(vllm, monkeypatch):
@@ -354,38 +396,98 @@ def sampling_step(**changes):
     return v1.Step(**{**given, **changes})
 
 
+def only(step, theirs, ours=None):
+    """The class of a step of one request, whose tokens are JAX's own unless given."""
+    width = max(step.num_draft_tokens) + 1
+    if ours is None:
+        ours = v1.emitted(v1.verify(step)[0], 1, width - 1)
+    else:
+        ours = torch.tensor([ours + [-1] * (width - len(ours))])
+    (mismatch,) = crosscheck.classify(step, torch.tensor([theirs + [-1] * (width - len(theirs))]), ours, [0])
+    return mismatch
+
+
+UNDERFLOW = torch.tensor([[0.0, -200.0, -torch.inf], [-torch.inf, -torch.inf, 0.0]])
+
+
 @pytest.mark.parametrize(
-    ("changes", "kind", "words"),
+    ("changes", "theirs", "kind", "words"),
     [
-        ({}, "real", "within rounding"),
-        ({"uniform": torch.tensor([0.1, 0.50001, 0.9], dtype=torch.float64)}, "near_tie", "acceptance at position 1"),
+        ({}, [0, 1, 0, 3], "real", "within rounding"),
+        ({"uniform": torch.tensor([0.1, 0.50001, 0.9], dtype=torch.float64)}, [0, 1, 1], "near_tie", "acceptance at"),
         (
-            {"draft_token_ids": torch.tensor([0, 1, 1]), "config": FlyConfig(1, 0.69314)},
+            {"draft_token_ids": torch.tensor([0, 1, 0]), "uniform": torch.tensor([0.1, 0.9, 0.2]).double()}
+            | {"config": FlyConfig(1, 0.69314)},
+            [0, 0],
             "near_tie",
-            "entropy gate at position",
+            "entropy gate at position 1",
         ),
-        ({"draft_token_ids": torch.tensor([0, 9, 0])}, "documented", "outside the vocabulary"),
+        ({"draft_token_ids": torch.tensor([0, 9, 0])}, [0, 9, 1], "documented", "outside the vocabulary"),
         (
             {"draft_token_ids": torch.tensor([0, -1, 0]), "draft_probs": torch.full((3, 4), 0.25)},
+            [0, 3],
             "documented",
             "placeholder",
         ),
-        ({"uniform": torch.tensor([0.1, 0.0, 0.9], dtype=torch.float64)}, "documented", "exactly 0"),
-        ({"target_logits": torch.full((3, 4), torch.nan)}, "documented", "not a distribution"),
+        (
+            {"draft_token_ids": torch.tensor([0, 2, 0]), "uniform": torch.tensor([0.1, 0.0, 0.2]).double()},
+            [0, 2, 0, 3],
+            "documented",
+            "exactly 0",
+        ),
+        ({"target_logits": torch.full((3, 4), torch.nan)}, [2], "documented", "not a distribution"),
+        (
+            {
+                "target_logits": UNDERFLOW,
+                "draft_token_ids": torch.tensor([1, 2]),
+                "num_draft_tokens": [2],
+                "uniform": torch.tensor([0.5, 0.5]).double(),
+                "exponential": torch.ones(1, 3),
+                "config": FlyConfig(1, 0.0),
+            },
+            [0],
+            "documented",
+            "underflows",
+        ),
     ],
+    ids=["real", "acceptance", "gate", "outside", "placeholder", "zero", "nan", "underflow"],
 )
-def test_mismatches_are_classed(changes, kind, words):
-    theirs, ours = torch.tensor([[0, 1, 0, 3]]), torch.tensor([[0, 1, 1, -1]])
-    (mismatch,) = crosscheck.classify(sampling_step(**changes), theirs, ours, [0])
-    assert mismatch.kind == kind
+def test_mismatches_are_classed(changes, theirs, kind, words):
+    mismatch = only(sampling_step(**changes), theirs)
+    assert (mismatch.kind, mismatch.reference_agrees_with) == (kind, "jax")
     assert words in mismatch.reason
-    if kind == "real":
-        assert mismatch.reference_agrees_with == "jax"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"draft_token_ids": torch.tensor([0, 1, -1]), "draft_probs": torch.full((3, 4), 0.25)},
+        {"uniform": torch.tensor([0.1, 0.2, 0.0], dtype=torch.float64)},
+        {"uniform": torch.tensor([0.1, 0.2, 0.50001], dtype=torch.float64)},
+    ],
+    ids=["placeholder", "zero", "acceptance"],
+)
+def test_what_lies_past_the_first_difference_is_no_excuse(changes):
+    step = sampling_step(**changes)
+    assert only(step, [1]).kind == "real"
+    # Nor is anything an excuse for tokens that the reference does not give either.
+    assert only(step, [0, 0], ours=[1]).reference_agrees_with == "neither"
+    assert only(step, [0, 0], ours=[1]).kind == "real"
+
+
+def test_only_jax_is_excused_by_the_rule():
+    step = sampling_step(draft_token_ids=torch.tensor([0, 9, 0]))
+    tokens = crosscheck.reference(step).token_ids
+    assert only(step, tokens, ours=[0, 9, 0, 3]).kind == "real"
 
 
 def test_a_race_for_the_last_token_can_be_near():
-    step = sampling_step(target_logits=torch.zeros((3, 4)), exponential=torch.tensor([[1.0, 2.0, 2.00001, 5.0]]))
-    (mismatch,) = crosscheck.classify(step, torch.tensor([[0, 1, 2, -1]]), torch.tensor([[0, 1, 1, -1]]), [0])
+    step = sampling_step(
+        target_logits=torch.zeros((3, 4)),
+        exponential=torch.tensor([[1.0, 2.0, 2.00001, 5.0]]),
+        draft_token_ids=torch.tensor([0, 1, 0]),
+    )
+    mismatch = only(step, [0, 1, 2])
     assert mismatch.kind == "near_tie"
     assert "race" in mismatch.reason
 
@@ -402,7 +504,7 @@ def test_a_greedy_request_is_near_only_at_an_exact_tie():
     )
     theirs, ours = torch.tensor([[0, 2, 3]]), torch.tensor([[1, -1, -1]])
     assert crosscheck.classify(step, theirs, ours, [0])[0].kind == "real"
-    logits[0, 1] = 1.0
+    logits[0, 1] = 1.0  # the reference takes the lower index
     assert crosscheck.classify(step, theirs, ours, [0])[0].kind == "near_tie"
 
 
@@ -423,9 +525,15 @@ def test_other_files_are_refused(tmp_path):
     text.write_text("no")
     other = tmp_path / "other.npz"
     np.savez(other, a=np.zeros(2))
+    whole = crosscheck.save(tmp_path, sampling_step(), torch.tensor([[0, 1, 0, 3]]), torch.tensor([[0, 1, 1, -1]]), [])
+    cut = tmp_path / "cut.npz"
+    cut.write_bytes(whole.read_bytes()[:-200])
+    shape = tmp_path / "shape.npz"
+    with np.load(whole) as file:
+        np.savez(shape, **{**dict(file), "jax_token_ids": np.zeros((2, 2), np.int32)})
     pickled = tmp_path / "pickled.npz"
     np.savez(pickled, about=np.array([{}], dtype=object))
-    for path in (text, other, pickled):
+    for path in (text, other, pickled, cut, shape):
         with pytest.raises(ValueError, match="is not a step recorded by fly_jax's cross-check"):
             crosscheck.load(path)
 

@@ -47,6 +47,17 @@ def detours(folder: Path, prompts: list[list[int]], length: int, every: int, fir
 
 
 @torch.inference_mode()
+def mean_logprob(folder: Path, prompts: list[list[int]], answers: list[list[int]]) -> float:
+    """The target's own mean log-probability, in nats, of the tokens of the answers."""
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    found = []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+        found.append(logits.log_softmax(dim=1)[torch.arange(len(answer)), answer])
+    return float(torch.cat(found).mean())
+
+
+@torch.inference_mode()
 def _detour(model: LlamaForCausalLM, prompt: list[int], length: int, every: int, first: int) -> list[int]:
     answer, cache, unread = [], None, prompt
     for i in range(length):

@@ -10,6 +10,8 @@ Settings (* required):
 
     record: a folder for every verified step (in process, FLY_JAX_VLLM=replace), as the cross-check writes them.
 
+    mend: true to mend vLLM's sampling on a CPU (in process), as FLY_JAX_VLLM=replace does by itself.
+
 Result: `outputs`, per prompt `tokens` and `text`; `metrics` of the speculation; `import_s`, `start_s` (with the import)
 and `generate_s`; `versions`; and in process `counters` of the plugin, if it is loaded.
 """
@@ -47,6 +49,10 @@ def main(settings_path, result_path):
     llm = LLM(settings["model"], speculative_config=settings.get("speculative_config"), **arguments)
     started = time.perf_counter()
 
+    if settings.get("mend"):
+        from fly_jax.bridges.vllm import hooks
+
+        hooks.mend_cpu(sys.modules[hooks.V1_MODULE])
     if settings.get("record"):
         _record_steps(settings["record"])
     prompts = [each if isinstance(each, str) else {"prompt_token_ids": each} for each in settings["prompts"]]

@@ -8,7 +8,6 @@ import sys
 import warnings
 from pathlib import Path
 
-import numpy as np
 import pytest
 import reference
 
@@ -29,7 +28,7 @@ MESSAGES = (
     "Correct the spelling: He has to wait for the tide before he can walk back to the villige along the narow path.",
     "Repeat this list, one item a line: red apples, green pears, yellow plums, red cherries, green grapes.",
 )
-NUM_TOKENS = 40
+NUM_TOKENS = 80
 K = 8
 GREEDY = {"temperature": 0.0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
 FLY = {
@@ -137,7 +136,7 @@ def unmodified(tmp_path_factory):
 def test_replace_with_fly_off_gives_the_tokens_of_vllm(method, in_process, unmodified, tmp_path):
     script = unmodified.greedy_script() if method == "scripted" else None
     replaced = engine(tmp_path, method, in_process=in_process, environment={"FLY_JAX_VLLM": "replace"}, script=script)
-    assert replaced["tokens"] == unmodified(method)["tokens"] == unmodified("none")["tokens"]
+    assert replaced["tokens"] == unmodified(method)["tokens"]
     assert replaced["metrics"] == unmodified(method)["metrics"]
     (counted,) = replaced["files"]
     # vLLM ends a request at its last token; what was verified past it is in our counters only.
@@ -164,13 +163,20 @@ def test_crosscheck_of_a_hundred_steps_finds_nothing_real(unmodified, tmp_path, 
 
 
 def test_crosscheck_of_sampling_finds_nothing_real(tmp_path, report):
-    sampling = [{**GREEDY, "temperature": 0.8, "top_p": 0.95, "seed": seed} for seed in range(len(MESSAGES))]
-    # The engine of several processes: its worker says what it counted.
-    checked = engine(tmp_path, "ngram", in_process=False, environment={"FLY_JAX_VLLM": "crosscheck"}, sampling=sampling)
-    (counted,) = checked["files"]
-    assert counted["steps"] > 10
+    checked = engine(tmp_path, "ngram", environment={"FLY_JAX_VLLM": "crosscheck"}, sampling=sampled(), mend=True)
+    counted = checked["counters"]
+    assert counted["steps"] > 20
+    assert counted["accepted"] > 0.1 * counted["draft_tokens"]
     assert counted["mismatches_real"] == counted["mismatches_documented"] == 0
     report(f"{counted['steps']} steps, {counted['mismatches_near_tie']} near-ties, 0 real mismatches")
+
+
+def sampled(**options):
+    return [{**GREEDY, "temperature": 0.8, "top_p": 0.95, "seed": seed, **options} for seed in range(len(MESSAGES))]
+
+
+def acceptance(run):
+    return run["metrics"]["accepted_tokens"] / run["metrics"]["draft_tokens"]
 
 
 def numpy_verification(step):
@@ -206,7 +212,8 @@ def test_fly_in_an_engine_decides_as_both_references(tmp_path, report):
         for path in recorded:
             recording = crosscheck.load(path)
             tokens = [[token for token in row if token >= 0] for row in recording.jax_token_ids.tolist()]
-            assert [each.token_ids for each in crosscheck.reference(recording.step)] == tokens
+            requests = [crosscheck.single(recording.step, b) for b in range(len(tokens))]
+            assert [crosscheck.reference(request).token_ids for request in requests] == tokens
             assert numpy_verification(recording.step) == tokens
     accepted = {name: run["metrics"]["accepted_tokens"] for name, run in runs.items()}
     assert accepted["fly"] > accepted["standard"]
@@ -218,29 +225,21 @@ def test_fly_in_an_engine_decides_as_both_references(tmp_path, report):
 
 
 def test_sampling_is_right_on_a_cpu(tmp_path, report):
-    """Unmodified vLLM loses the temperature there, and stops at a top-k in a step without drafts."""
-    sampling = [
-        {**GREEDY, "temperature": 0.8, "top_p": 0.95, "top_k": 50, "seed": seed} for seed in range(len(MESSAGES))
-    ]
-    # The last request says nothing that an n-gram could be found for, and outlives the others.
-    alone = model.chat_tokens(Path(folders()[0]), ["Why?"])
-    sampled = engine(
-        tmp_path,
-        "ngram",
-        environment={"FLY_JAX_VLLM": "replace"},
-        sampling=[*sampling, {**sampling[0], "max_tokens": 2 * NUM_TOKENS}],
-        prompts=[*prompts(), *alone],
-    )
-    metrics = sampled["metrics"]
-    acceptance = metrics["accepted_tokens"] / metrics["draft_tokens"]
-    assert acceptance > 0.1
-    words = set(" ".join(MESSAGES).lower().replace(".", " ").replace(",", " ").split())
-    shares = []
-    for output in sampled["outputs"][: len(MESSAGES)]:
-        text = output["text"].lower().replace(".", " ").replace(",", " ").split()
-        shares.append(np.mean([word in words for word in text]))
-    assert np.mean(shares) > 0.5  # every task is to repeat its text
-    report(f"acceptance {acceptance:.2f}; {np.mean(shares):.2f} of the words are those of the prompts")
+    """Unmodified vLLM loses the temperature there, and stops at a top-k in a step without drafts: reported only, since
+    it reads memory that nobody wrote."""
+    runs = {}
+    for name, environment, sampling in (
+        ("unmodified", {"VLLM_PLUGINS": ""}, sampled()),
+        ("replace", {"FLY_JAX_VLLM": "replace"}, sampled(top_k=50)),
+    ):
+        (tmp_path / name).mkdir()
+        runs[name] = engine(tmp_path / name, "ngram", environment=environment, sampling=sampling)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            logprob = model.mean_logprob(Path(folders()[0]), prompts(), runs[name]["tokens"])
+        report(f"{name}: {acceptance(runs[name]):.2f} accepted, {logprob:.2f} nats a token by the target alone")
+    assert acceptance(runs["replace"]) > 0.1
+    assert logprob > -2.0  # text as the target would sample it
 
 
 @pytest.mark.parametrize("in_process", [True, False])

@@ -44,20 +44,25 @@ def to_jax(tensor: torch.Tensor, *, name: str = "tensor", round_up: bool = False
         tensor has no memory (meta, fake, freed).
       RuntimeError: JAX cannot use the tensor's device.
     """
-    _check_tensor(tensor, name)
-    tensor = tensor.detach().resolve_neg()
-    if jax.dtypes.canonicalize_dtype("int64") == "int32":
-        if tensor.dtype in (torch.int64, torch.uint64):
-            tensor = _narrow_integers(tensor, name)
-        elif tensor.dtype == torch.float64:
-            tensor = _round_up(tensor) if round_up else _narrow_floats(tensor, name)
-    tensor = tensor.contiguous()
+    tensor = narrow(tensor, name=name, round_up=round_up).contiguous()
     # DLPack calls pinned memory a GPU's. JAX copies misaligned memory by itself, but after it has returned.
     if tensor.data_ptr() % _ALIGNMENT or (tensor.device.type == "cpu" and tensor.is_pinned()):
         tensor = tensor.clone()
     # torch only exports from its current GPU.
     with torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext():
         return jax.dlpack.from_dlpack(tensor)
+
+
+def narrow(tensor: torch.Tensor, *, name: str = "tensor", round_up: bool = False) -> torch.Tensor:
+    """A tensor without its gradient and in a dtype that JAX keeps: what `to_jax` does to its values, and its errors."""
+    _check_tensor(tensor, name)
+    tensor = tensor.detach().resolve_neg()
+    if jax.dtypes.canonicalize_dtype("int64") == "int32":
+        if tensor.dtype in (torch.int64, torch.uint64):
+            return _narrow_integers(tensor, name)
+        if tensor.dtype == torch.float64:
+            return _round_up(tensor) if round_up else _narrow_floats(tensor, name)
+    return tensor
 
 
 def to_torch(array: jax.Array, *, copy: bool = True) -> torch.Tensor:

@@ -21,3 +21,8 @@ def test_local_files_exist():
     files = re.findall(r"(?:constraints|tests)/[\w./]+", README)
     assert files
     assert all((ROOT / name.rstrip(".")).exists() for name in files)
+
+
+def test_every_figure_is_filled_in():
+    # A name in capitals alone in its cell or line is a place for a figure that was never put there.
+    assert re.findall(r"^(?:.*\| )?[A-Z]+_[A-Z]+(?: \|)?$", README, re.MULTILINE) == []

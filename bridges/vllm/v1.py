@@ -241,25 +241,35 @@ def crossed(step: Step) -> tuple[Any, ...]:
     requests = request_bucket(len(lengths))
     rows = row_bucket(len(step.draft_token_ids), requests * num_positions(step))
 
-    def cross(name: str, tensor: torch.Tensor | None, size: int, fill: float) -> Array | None:
-        return None if tensor is None else dlpack.to_jax(pad(tensor, size, fill), name=name, round_up=name == "uniform")
-
-    config = step.config
-    if config is not None:
-        # As an array, so that another threshold is not another program.
-        config = dataclasses.replace(config, entropy_threshold=np.float32(config.entropy_threshold))
     device = step.target_logits.device
+
+    def matrix(name: str, tensor: torch.Tensor | None, size: int, fill: float) -> Array | None:
+        return None if tensor is None else dlpack.to_jax(pad(tensor, size, fill), name=name)
+
+    def vector(name: str, tensor: torch.Tensor | None, size: int, fill: float) -> Array | np.ndarray | None:
+        if tensor is None:
+            return None
+        tensor = dlpack.narrow(pad(tensor, size, fill), name=name, round_up=name == "uniform")
+        # On a CPU a small array costs less when the jitted function takes it from NumPy than through DLPack.
+        return tensor.numpy() if device.type == "cpu" else dlpack.to_jax(tensor, name=name)
+
     return (
-        cross("target_logits", step.target_logits, rows, 0.0),
-        cross("draft_token_ids", step.draft_token_ids, rows, -1),
-        cross("num_draft_tokens", torch.tensor(lengths, dtype=torch.int32, device=device), requests, 0),
-        cross("bonus_token_ids", step.bonus_token_ids, requests, 0),
-        cross("sampling", step.sampling, requests, False),
-        cross("uniform", step.uniform, rows, 1.0),
-        cross("exponential", step.exponential, requests, 1.0),
-        cross("draft_probs", step.draft_probs, rows, 0.0),
-        config,
+        matrix("target_logits", step.target_logits, rows, 0.0),
+        vector("draft_token_ids", step.draft_token_ids, rows, -1),
+        vector("num_draft_tokens", torch.tensor(lengths, dtype=torch.int32, device=device), requests, 0),
+        vector("bonus_token_ids", step.bonus_token_ids, requests, 0),
+        vector("sampling", step.sampling, requests, False),
+        vector("uniform", step.uniform, rows, 1.0),
+        matrix("exponential", step.exponential, requests, 1.0),
+        matrix("draft_probs", step.draft_probs, rows, 0.0),
+        None if step.config is None else _with_array(step.config),
     )
+
+
+@functools.lru_cache(maxsize=64)
+def _with_array(config: FlyConfig) -> FlyConfig:
+    """The threshold as an array, so that another one is not another program."""
+    return dataclasses.replace(config, entropy_threshold=np.float32(config.entropy_threshold))
 
 
 def program(device: torch.device) -> Callable[..., tuple[Verification, Array]]:
@@ -270,7 +280,11 @@ def program(device: torch.device) -> Callable[..., tuple[Verification, Array]]:
 
 def emitted(verification: Verification, num_requests: int, max_spec_len: int) -> torch.Tensor:
     """`[num_requests, max_spec_len + 1]` int32 on torch's side, -1 padded; nothing of JAX's memory is in it."""
-    return dlpack.to_torch(verification.token_ids)[:num_requests, : max_spec_len + 1].contiguous()
+    token_ids = verification.token_ids
+    if next(iter(token_ids.devices())).platform == "cpu":
+        # A small array, as in `crossed`; NumPy waits for it, and the copy is torch's own.
+        return torch.tensor(np.asarray(token_ids)[:num_requests, : max_spec_len + 1])
+    return dlpack.to_torch(token_ids)[:num_requests, : max_spec_len + 1].contiguous()
 
 
 def num_programs() -> int:

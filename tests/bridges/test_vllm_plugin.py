@@ -574,6 +574,31 @@ def test_registering_without_being_asked_imports_nothing():
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
 
 
+def test_registering_imports_no_jax(tmp_path):
+    """vLLM registers in every process of an engine, and only its workers verify."""
+    parameters = ", ".join(hooks._PARAMETERS)
+    code = (
+        "import sys, types\n"
+        "def module(name, **names):\n"
+        "    sys.modules[name] = types.ModuleType(name)\n"
+        "    sys.modules[name].__dict__.update(names)\n"
+        f"def rejection_sample({parameters}): pass\n"
+        "class RejectionSampler:\n"
+        "    def forward(self): pass\n"
+        "module('vllm', __version__='0.32.0')\n"
+        "module('vllm.platforms', current_platform=types.SimpleNamespace(is_cpu=lambda: True))\n"
+        "module('vllm.triton_utils', HAS_TRITON=False)\n"
+        f"module({hooks.V1_MODULE!r}, rejection_sample=rejection_sample, RejectionSampler=RejectionSampler)\n"
+        "from fly_jax.bridges.vllm import plugin\n"
+        "plugin.register()\n"
+        f"assert sys.modules[{hooks.V1_MODULE!r}].rejection_sample.fly_jax_original is rejection_sample\n"
+        "assert plugin.counters()['steps'] == 0\n"
+        "assert 'jax' not in sys.modules\n"
+    )
+    environment = {**os.environ, "FLY_JAX_VLLM": "crosscheck", "FLY_JAX_VLLM_FOLDER": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+
+
 def test_the_memory_of_a_gpu_is_shared(vllm, monkeypatch, caplog):
     monkeypatch.delenv("XLA_PYTHON_CLIENT_PREALLOCATE")
     vllm("replace")

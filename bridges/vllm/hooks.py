@@ -60,8 +60,7 @@ def install(settings: Settings) -> list[str]:
         hooked += mend_cpu(module)
     if not _platform().is_cpu() or importlib.import_module("vllm.triton_utils").HAS_TRITON:
         _refuse_v2()
-    decide = _replaced if settings.mode == "replace" else _crosschecked
-    hook: Any = functools.wraps(original)(functools.partial(decide, original, settings))
+    hook: Any = functools.wraps(original)(functools.partial(_hook, original, settings))
     hook.fly_jax_original = original
     module.__dict__["rejection_sample"] = hook
     sampler.__init__ = _with_settings(sampler.__init__, settings)
@@ -70,26 +69,25 @@ def install(settings: Settings) -> list[str]:
     return hooked
 
 
-def _replaced(original: Callable[..., torch.Tensor], settings: Settings, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _hook(original: Callable[..., torch.Tensor], settings: Settings, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """What stands in the place of vLLM's `rejection_sample`."""
     COUNTERS.keep_in(settings.folder)
     call = _call(original, args, kwargs)
     if call["synthetic_mode"] or call["use_fp64_gumbel"]:
         return _left_to_vllm(original, args, kwargs)
-    tokens, _ = _verify(call)
-    return tokens
+    if settings.mode == "replace":
+        return _verify(call)[0]
+    return _crosscheck(call, functools.partial(original, *args, **kwargs), settings)
 
 
-def _crosschecked(original: Callable[..., torch.Tensor], settings: Settings, *args: Any, **kwargs: Any) -> torch.Tensor:
-    COUNTERS.keep_in(settings.folder)
-    call = _call(original, args, kwargs)
-    if call["synthetic_mode"] or call["use_fp64_gumbel"]:
-        return _left_to_vllm(original, args, kwargs)
+def _crosscheck(call: dict[str, Any], original: Callable[[], torch.Tensor], settings: Settings) -> torch.Tensor:
+    """vLLM's tokens, after JAX has decided the same step beside it."""
     # JAX first, with copies of the generators: then vLLM finds everything as if JAX had not been there.
     metadata, device = call["sampling_metadata"], call["target_logits"].device
     copies = {request: generator.clone_state() for request, generator in metadata.generators.items()}
     ours, step = _verify(call, generators=copies, default_generator=_default_generator(device).clone_state())
     start = time.perf_counter()
-    theirs = original(*args, **kwargs)
+    theirs = original()
     from fly_jax.bridges.vllm import crosscheck
 
     differing = crosscheck.differing_requests(theirs, ours)

@@ -88,6 +88,11 @@ def single(step: Step, b: int) -> Step:
     )
 
 
+def samples(request: Step) -> bool:
+    """Whether the request of a step of one request samples."""
+    return request.sampling is not None and bool(request.sampling[0])
+
+
 def reference(request: Step) -> RequestVerification:
     """What the torch reference makes of a step of one request."""
     (verification,) = torch_reference.verify_rows(
@@ -127,7 +132,7 @@ def documented_difference(request: Step, verification: RequestVerification, last
         return "a draft id is outside the vocabulary: vLLM reads another row, here it is rejected"
     if bool(logits.isnan().any()) or bool((logits == -torch.inf).all(dim=1).any()):
         return "a row is not a distribution (NaN, or nothing above -inf): here it stops the request"
-    if request.sampling is None or not bool(request.sampling[0]):
+    if not samples(request):
         return None
     if bool((logits == torch.inf).any()):
         return "a row is not a distribution (+inf): here it stops the request"
@@ -146,8 +151,7 @@ def near_tie(request: Step, verification: RequestVerification, first: int, last:
 
     A greedy acceptance compares indices of the same numbers, so that only an exact tie can fall either way.
     """
-    sampling = request.sampling is not None and bool(request.sampling[0])
-    least = MARGIN if sampling else 0.0
+    least = MARGIN if samples(request) else 0.0
     acceptance = enumerate(verification.acceptance_margin[: last + 1])
     candidates = [(margin, f"acceptance at position {i}") for i, margin in acceptance if margin <= least]
     gate = zip(verification.entropy_margin[: first + 1], verification.natively_accepted, strict=False)

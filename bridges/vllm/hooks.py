@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
+from fly_jax.bridges.vllm import V1_MODULE
 from fly_jax.bridges.vllm.counting import COUNTERS
 from fly_jax.bridges.vllm.settings import Settings
 
 logger = logging.getLogger("vllm.fly_jax")
 
-V1_MODULE = "vllm.v1.sample.rejection_sampler"
 V2_MODULE = "vllm.v1.worker.gpu.spec_decode.rejection_sampler"
 
 _PARAMETERS = [

@@ -61,7 +61,7 @@ def _head(recording: Recording) -> Text:
 def _request(recording: Recording, b: int, ours: torch.Tensor) -> Group:
     step = crosscheck.single(recording.step, b)
     reference = crosscheck.reference(step)
-    sampling = step.sampling is not None and bool(step.sampling[0])
+    sampling = crosscheck.samples(step)
     table = Table(title=f"request {b} ({'sampling' if sampling else 'greedy'})", title_justify="left")
     for column in ("i", "draft", "argmax", "p", "q", "u", "native", "H", "deferred", "margin", "vllm", "jax"):
         table.add_column(column, justify="right")

@@ -18,12 +18,11 @@ from jax import Array
 
 from fly_jax import compat
 from fly_jax.bridges import dlpack
+from fly_jax.bridges.vllm import V1_MODULE
 from fly_jax.bridges.vllm.padding import pad, position_bucket, request_bucket, row_bucket
 from fly_jax.config import FlyConfig
 from fly_jax.noise import VerifyNoise
 from fly_jax.verify import Verification, fly_verify_rows
-
-VLLM_MODULE = "vllm.v1.sample.rejection_sampler"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +141,7 @@ def fly_config(window_size: int | None, entropy_threshold: float | None, entropy
 
 def vllm_original() -> Callable[..., torch.Tensor]:
     """vLLM's own `rejection_sample`, also where the plugin has put another in its place."""
-    function = importlib.import_module(VLLM_MODULE).rejection_sample
+    function = importlib.import_module(V1_MODULE).rejection_sample
     return getattr(function, "fly_jax_original", function)
 
 

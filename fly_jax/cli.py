@@ -1,4 +1,4 @@
-"""The command line: `fly-jax generate`, `fly-jax bench ...` and `fly-jax crosscheck`.
+"""The command line: `fly-jax generate`, `eval`, `sweep`, `bench ...` and `crosscheck`.
 
 jax and the model code are imported when a command runs, so that `--help` is quick.
 """
@@ -10,9 +10,9 @@ import enum
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C."""
@@ -22,41 +22,14 @@ INSTALL_HINT = "install the demo extra: pip install 'fly-jax[demo]', or -e '.[de
 try:
     import typer
     from rich.console import Console
+
+    from fly_jax import options
 except ModuleNotFoundError as error:
     raise SystemExit(f"fly-jax: {error.name} is not installed; {INSTALL_HINT}") from None
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
 bench_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure ratios on this machine.")
 app.add_typer(bench_app, name="bench")
-
-
-class DrafterName(enum.StrEnum):
-    """Where draft tokens come from."""
-
-    NGRAM = "ngram"
-    DRAFT_MODEL = "draft-model"
-    LAYER_SKIP = "layer-skip"
-
-
-class DraftSampleMethod(enum.StrEnum):
-    """How a model drafts."""
-
-    GREEDY = "greedy"
-    PROBABILISTIC = "probabilistic"
-
-
-ModelOption = Annotated[
-    Path | None,
-    typer.Option(help="A GGUF file or a Hugging Face folder. Default: SmolLM2-135M-Instruct, downloaded once."),
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
-
-
-class Clock(enum.StrEnum):
-    """What a benchmark counts."""
-
-    CPU = "cpu"
-    WALL = "wall"
 
 
 def main() -> None:
@@ -101,6 +74,11 @@ def _interruptible() -> Iterator[None]:
         raise SystemExit(INTERRUPTED) from None
 
 
+def _plain(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """The options as a command was given them, ready for JSON."""
+    return {name: str(each) if isinstance(each, Path | enum.Enum) else each for name, each in parameters.items()}
+
+
 def _fail(message: str) -> None:
     print(f"fly-jax: error: {message}", file=sys.stderr)
     raise SystemExit(2)
@@ -125,52 +103,90 @@ def _root(
 
 @app.command()
 def generate(
-    model: ModelOption = None,
-    drafter: Annotated[DrafterName, typer.Option(help="Where draft tokens come from.")] = DrafterName.NGRAM,
-    draft_model: Annotated[Path | None, typer.Option(help="With --drafter draft-model: its file or folder.")] = None,
+    model: options.Model = None,
+    drafter: options.Drafter = options.DrafterName.NGRAM,
+    draft_model: options.DraftModel = None,
     prompt: Annotated[list[str] | None, typer.Option(help="A prompt; may be repeated. Default: built-in ones.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="A text file with one prompt.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Give the model the prompt as it is, not as a chat.")] = False,
-    max_tokens: Annotated[
-        int, typer.Option(min=1, help="Most tokens to generate for a prompt; each step costs time for all.")
-    ] = 128,
-    num_speculative_tokens: Annotated[int, typer.Option(min=1, help="K: draft tokens a cycle.")] = 16,
+    max_tokens: options.MaxTokens = 128,
+    num_speculative_tokens: options.NumSpeculativeTokens = 16,
     fly_window_size: Annotated[
         int | None,
         typer.Option(help="W: tokens after a deferral that must be accepted. Default: 6, or K - 1 if that is less."),
     ] = None,
     fly_entropy_threshold: Annotated[float, typer.Option(help="Nats from which a mismatch may be deferred.")] = 0.3,
     fly_entropy_top_k: Annotated[int, typer.Option(help="Probabilities the entropy is summed over.")] = 3,
-    draft_sample_method: Annotated[
-        DraftSampleMethod, typer.Option(help="How a model drafts; n-grams are always greedy.")
-    ] = DraftSampleMethod.GREEDY,
-    prompt_lookup_max: Annotated[int, typer.Option(min=1, help="Longest n-gram looked up.")] = 3,
-    prompt_lookup_min: Annotated[int, typer.Option(min=1, help="Shortest n-gram looked up.")] = 1,
-    skip_layers: Annotated[
-        str | None, typer.Option(help="With --drafter layer-skip: layers left out, like 12,13,14.")
-    ] = None,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="1 is off.")] = 1.0,
-    top_k: Annotated[int, typer.Option(min=0, help="0 is off.")] = 0,
-    min_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="0 is off.")] = 0.0,
+    draft_sample_method: options.DraftSampling = options.DraftSampleMethod.GREEDY,
+    prompt_lookup_max: options.PromptLookupMax = 3,
+    prompt_lookup_min: options.PromptLookupMin = 1,
+    skip_layers: options.SkipLayers = None,
+    temperature: options.Temperature = 0.0,
+    top_p: options.TopP = 1.0,
+    top_k: options.TopK = 0,
+    min_p: options.MinP = 0.0,
+    trace: options.TraceFile = None,
+    trace_mode: options.TraceModeOption = options.TraceMode.STANDARD,
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of all drawing.")] = 0,
-    json_output: JsonOption = False,
+    json_output: options.Json = False,
 ) -> None:
     """Decode prompts target-only, with standard verification and with FLy, side by side."""
-    parameters = dict(locals())
+    parameters = _plain(locals())
     with _interruptible():
         from fly_jax.decode import command
 
-        command.generate(
-            {name: str(each) if isinstance(each, Path | enum.Enum) else each for name, each in parameters.items()}
-        )
+        command.generate(parameters)
+
+
+@app.command("eval")
+def evaluate(
+    tasks: Annotated[
+        Path | None, typer.Option(help="JSON lines, see README. Default: the built-in tasks, which repeat a source.")
+    ] = None,
+    split: Annotated[
+        options.Split, typer.Option(help="choose settings on one half, report on the other.")
+    ] = options.Split.REPORT,
+    output: Annotated[Path, typer.Option(help="Folder for results, report and pictures.")] = Path("fly_jax_eval"),
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with what --output holds.")] = False,
+    model: options.Model = None,
+    drafter: options.Drafter = options.DrafterName.NGRAM,
+    draft_model: options.DraftModel = None,
+    batch_sizes: Annotated[str, typer.Option(help="Requests decoded together, like 1,4,8.")] = "1",
+    max_tokens: options.MaxTokens = 128,
+    num_speculative_tokens: options.NumSpeculativeTokens = 16,
+    fly: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="FLy's settings, like window_size=6,entropy_threshold=0.3,entropy_top_k=3; what is left out has its "
+            "default. May be repeated: each is a mode of its own. Default: one mode with the defaults."
+        ),
+    ] = None,
+    draft_sample_method: options.DraftSampling = options.DraftSampleMethod.GREEDY,
+    prompt_lookup_max: options.PromptLookupMax = 3,
+    prompt_lookup_min: options.PromptLookupMin = 1,
+    skip_layers: options.SkipLayers = None,
+    temperature: options.Temperature = 0.0,
+    top_p: options.TopP = 1.0,
+    top_k: options.TopK = 0,
+    min_p: options.MinP = 0.0,
+    seeds: Annotated[str, typer.Option(help="Of all drawing, like 0,1,2: every task is decoded with each.")] = "0",
+    trace: options.TraceFile = None,
+    trace_mode: options.TraceModeOption = options.TraceMode.STANDARD,
+    json_output: options.Json = False,
+) -> None:
+    """Measure what FLy gains and costs on tasks with known answers, against target-only and standard verification."""
+    parameters = _plain(locals())
+    with _interruptible():
+        from fly_jax.evaluation.command import evaluate as run
+
+        run(parameters)
 
 
 @bench_app.command("decode")
 def bench_decode(
-    model: ModelOption = None,
+    model: options.Model = None,
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds.")] = 15,
-    json_output: JsonOption = False,
+    json_output: options.Json = False,
 ) -> None:
     """Decoding steps against their floors: ratios of one interleaved run."""
     with _interruptible():
@@ -194,15 +210,15 @@ def bench_verify(
     ] = "all",
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds.")] = 15,
     clock: Annotated[
-        Clock,
+        options.Clock,
         typer.Option(
             help="cpu: CPU time of this process over all its threads, which other work on the machine and a lucky "
             "spread over cores hardly change; wall: what a caller waits, which is what counts on an accelerator."
         ),
-    ] = Clock.CPU,
+    ] = options.Clock.CPU,
     growth: Annotated[bool, typer.Option("--growth", help="Also measure along the batch and the vocabulary.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw --growth into this PNG file (extra: bench).")] = None,
-    json_output: JsonOption = False,
+    json_output: options.Json = False,
 ) -> None:
     """fly_verify against reading the logits once, and beside other verifiers: ratios of one interleaved run."""
     with _interruptible():
@@ -225,7 +241,7 @@ def bench_kernels(
         bool, typer.Option("--compile-only", help="Compile for every GPU instead, without one (extra: triton).")
     ] = False,
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds.")] = 15,
-    json_output: JsonOption = False,
+    json_output: options.Json = False,
 ) -> None:
     """The GPU kernel against a copy of the logits, XLA and torch; or what it takes, compiled for each GPU."""
     with _interruptible():
@@ -237,13 +253,44 @@ def bench_kernels(
 @bench_app.command("bridge")
 def bench_bridge(
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds.")] = 15,
-    json_output: JsonOption = False,
+    json_output: options.Json = False,
 ) -> None:
     """A call from vLLM against the JAX function it ends in (extra: torch)."""
     with _interruptible(), _needs_torch():
         from fly_jax.bench.bridge import bench_bridge as run
 
         run(rounds=rounds, json_output=json_output)
+
+
+@app.command("sweep")
+def sweep(
+    trace: Annotated[Path, typer.Argument(help="What --trace or FLY_JAX_VLLM=record wrote.")],
+    window_sizes: Annotated[
+        str | None, typer.Option(help="W, with commas between them. Default: 1 to 12, below the trace's K.")
+    ] = None,
+    thresholds: Annotated[str | None, typer.Option(help="Nats, with commas between them. Default: 0.1 to 1.")] = None,
+    top_ks: Annotated[str | None, typer.Option(help="k, 1 to 8, with commas between them. Default: 2,3,5.")] = None,
+    max_deferral_rate: Annotated[
+        float | None, typer.Option(help="Leave out settings that defer a larger share of native rejections.")
+    ] = None,
+    max_logprob_loss: Annotated[
+        float | None, typer.Option(help="Leave out settings that give up more nats a deferred token.")
+    ] = None,
+    far_below: Annotated[
+        float, typer.Option(help="Nats below the argmax from which a deferred token counts as far. Default: ln 10.")
+    ] = 2.302585,
+    all_settings: Annotated[
+        bool, typer.Option("--all", help="Also show settings that another one equals or beats.")
+    ] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw the settings into this PNG file (extra: bench).")] = None,
+    json_output: options.Json = False,
+) -> None:
+    """Replay a recorded trace under many settings of FLy: tokens a cycle, and what is risked for them."""
+    parameters = dict(locals())
+    with _interruptible():
+        from fly_jax.decode import sweep_command
+
+        sweep_command.sweep(parameters)
 
 
 @app.command("crosscheck")

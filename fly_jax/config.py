@@ -64,8 +64,9 @@ class FlyConfig:
         Args:
           speculative_config: the mapping given to vLLM. Read here: `rejection_sample_method`,
             `num_speculative_tokens`, `fly_window_size`, `fly_entropy_threshold`, `fly_entropy_top_k`,
-            `draft_sample_method`, `use_heterogeneous_vocab`, `use_local_argmax_reduction`. Other fields concern
-            drafting and are left alone, except that an unknown `fly_*` field is an error.
+            `draft_sample_method`, `use_heterogeneous_vocab`, `use_local_argmax_reduction` and, with another
+            vocabulary, `method`. Other fields concern drafting and are left alone, except that an unknown `fly_*`
+            field is an error.
 
         Returns:
           The settings when `rejection_sample_method` is "fly", and None, which is standard lossless verification in
@@ -85,6 +86,10 @@ class FlyConfig:
         method = _choice(speculative_config, "rejection_sample_method", ("standard", "fly"), _METHOD_HELP)
         draft_sample_method = _choice(speculative_config, "draft_sample_method", ("greedy", "probabilistic"))
         if get("use_heterogeneous_vocab"):
+            if get("method") not in (None, "draft_model"):
+                raise ValueError(
+                    f"use_heterogeneous_vocab=True works with method='draft_model' only, got {get('method')!r}"
+                )
             if draft_sample_method != "greedy":
                 raise ValueError(
                     f"use_heterogeneous_vocab=True works with draft_sample_method='greedy' only, "

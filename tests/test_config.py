@@ -87,6 +87,11 @@ def test_all_fields_are_read():
             "use_heterogeneous_vocab=True works with draft_sample_method='greedy' only",
         ),
         (
+            {"use_heterogeneous_vocab": True, "method": "ngram"},
+            ValueError,
+            "use_heterogeneous_vocab=True works with method='draft_model' only, got 'ngram'",
+        ),
+        (
             {"use_heterogeneous_vocab": True, "use_local_argmax_reduction": True},
             ValueError,
             "use_heterogeneous_vocab=True excludes use_local_argmax_reduction=True",

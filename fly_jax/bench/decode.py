@@ -17,11 +17,13 @@ from rich.table import Table
 from fly_jax.bench.ratios import Ratio
 from fly_jax.config import FlyConfig
 from fly_jax.decode.checkpoint import LoadedModel
+from fly_jax.decode.cycle import DecodeState
 from fly_jax.decode.drafters import PromptLookup, empty_cache
 from fly_jax.decode.errors import ModelError
-from fly_jax.decode.generate import DecodeState, Generator
+from fly_jax.decode.generate import Generator
 from fly_jax.decode.model import Decoder, KVCache
 from fly_jax.decode.prompts import BUILTIN_PROMPTS
+from fly_jax.noise import request_keys
 from fly_jax.processing import SamplingParams
 
 NUM_DRAFT_TOKENS = 8
@@ -173,7 +175,8 @@ def _measure_steps(
 
 
 def _started(generator: Generator, prompt_token_ids: Sequence[int]) -> DecodeState:
-    state = generator.start(prompt_token_ids, MAX_MODEL_LEN, SamplingParams(), seed=0)
+    keys = request_keys(jax.random.key(0), 1)
+    state = generator.start([prompt_token_ids], [MAX_MODEL_LEN], SamplingParams(), keys)
     state, _ = generator.step(state, SamplingParams(), None, speculate=False)
     return state
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import math
@@ -11,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from fly_jax.cli import INTERRUPTED, DrafterName, DraftSampleMethod
+from fly_jax.cli import INTERRUPTED
+from fly_jax.options import DrafterName, DraftSampleMethod
 
 if TYPE_CHECKING:
     from fly_jax.config import FlyConfig
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     from fly_jax.decode.drafters import Drafter
     from fly_jax.decode.prompts import Prompt
     from fly_jax.processing import SamplingParams
+    from fly_jax.trace_file import TraceWriter
+    from fly_jax.vocab import VocabMapping
 
 logger = logging.getLogger("fly_jax")
 
@@ -27,23 +31,27 @@ logger = logging.getLogger("fly_jax")
 def generate(options: Mapping[str, Any]) -> None:
     """Runs the command with the options as given; a stopped run prints what it finished and exits with status 130."""
     from fly_jax.decode.comparison import prepare
+    from fly_jax.decode.recording import trace_writer
     from fly_jax.decode.report import LEGEND, document, progress_bars, prompt_table, totals_table
 
     console, out = Console(stderr=True), Console()
-    prompts, sampling, config = prompts_of(options), _sampling(options), _fly_config(options)
-    _check_drafter_options(options)
+    prompts, sampling, config = prompts_of(options), sampling_params(options), fly_config(options)
+    check_drafter_options(options)
     logger.warning("FLy is lossy: its text may differ from what the target alone would write.")
     with progress_bars(console) as report:
         loaded = load(options["model"], report)
+        drafter = make_drafter(options, loaded, report)
+        print_vocabularies(drafter, console)
         comparison = prepare(
             loaded,
-            _drafter(options, loaded, report),
+            drafter,
             prompts,
             config=config,
             sampling=sampling,
             report=report,
             **{name: options[name] for name in ("max_tokens", "seed", "raw")},
         )
+    writer = trace_writer(options, loaded.name, comparison.modes[options["trace_mode"]][1], source="fly-jax generate")
     runs: list[PromptRun] = []
     interrupted = False
     for i in range(len(prompts)):
@@ -66,6 +74,9 @@ def generate(options: Mapping[str, Any]) -> None:
     elif (table := totals_table(runs)) is not None:
         out.print(table)
         out.print(LEGEND, style="dim")
+    if writer is not None and not interrupted:
+        with progress_bars(console) as report:
+            interrupted = not _record(writer, options, comparison, report)
     if interrupted:
         raise SystemExit(INTERRUPTED)
 
@@ -97,7 +108,8 @@ def prompts_of(options: Mapping[str, Any]) -> list[Prompt]:
     return [Prompt(f"prompt {i + 1}", text) for i, text in enumerate(texts)] or list(BUILTIN_PROMPTS)
 
 
-def _sampling(options: Mapping[str, Any]) -> SamplingParams:
+def sampling_params(options: Mapping[str, Any]) -> SamplingParams:
+    """How the target samples, from `temperature`, `top_k`, `top_p` and `min_p`."""
     from fly_jax.decode.errors import ModelError
     from fly_jax.processing import SamplingParams
 
@@ -109,7 +121,8 @@ def _sampling(options: Mapping[str, Any]) -> SamplingParams:
     return SamplingParams(**given) if "temperature" in given else SamplingParams()
 
 
-def _fly_config(options: Mapping[str, Any]) -> FlyConfig:
+def fly_config(options: Mapping[str, Any]) -> FlyConfig:
+    """FLy's settings, under the names they have in vLLM's `speculative_config`."""
     from fly_jax.config import FlyConfig
     from fly_jax.decode.errors import ModelError
 
@@ -122,7 +135,7 @@ def _fly_config(options: Mapping[str, Any]) -> FlyConfig:
     return config
 
 
-def _check_drafter_options(options: Mapping[str, Any]) -> None:
+def check_drafter_options(options: Mapping[str, Any]) -> None:
     """Refuses options that do not go together, before anything is loaded."""
     from fly_jax.decode.drafters import PromptLookup
     from fly_jax.decode.errors import ModelError
@@ -140,7 +153,8 @@ def _check_drafter_options(options: Mapping[str, Any]) -> None:
     _skip_layers(options["skip_layers"])
 
 
-def _drafter(options: Mapping[str, Any], loaded: LoadedModel, report: Callable[[str, float], None]) -> Drafter:
+def make_drafter(options: Mapping[str, Any], loaded: LoadedModel, report: Callable[[str, float], None]) -> Drafter:
+    """The drafter that `check_drafter_options` let pass, its models loaded."""
     from fly_jax.decode.drafters import DraftModel, LayerSkip, PromptLookup, default_skip_layers
 
     name, k, method = (options[each] for each in ("drafter", "num_speculative_tokens", "draft_sample_method"))
@@ -149,7 +163,63 @@ def _drafter(options: Mapping[str, Any], loaded: LoadedModel, report: Callable[[
     if name == DrafterName.LAYER_SKIP:
         layers = _skip_layers(options["skip_layers"]) or default_skip_layers(loaded.config.num_layers)
         return LayerSkip(layers, k, method)
-    return DraftModel(load(options["draft_model"], report).decoder, k, method)
+    draft = load(options["draft_model"], report)
+    return DraftModel(draft.decoder, k, method, vocab_mapping_of(loaded, draft))
+
+
+def vocab_mapping_of(target: LoadedModel, draft: LoadedModel) -> VocabMapping | None:
+    """Between the two models' vocabularies; None when these are the same, token by token."""
+    from fly_jax.decode.errors import ModelError
+    from fly_jax.vocab import VocabMapping
+
+    ours, theirs = (each.tokenizer.vocabulary(each.config.vocab_size) for each in (target, draft))
+    if ours.same_tokens(theirs):
+        return None
+    try:
+        return VocabMapping.between(ours, theirs)
+    except ValueError as error:
+        raise ModelError(f"--draft-model {draft.name}: {error}.") from error
+
+
+def print_vocabularies(drafter: Drafter, console: Console) -> None:
+    """Says how large the intersection is where the draft model has another vocabulary."""
+    from fly_jax.decode.drafters import DraftModel
+
+    if isinstance(drafter, DraftModel) and drafter.vocab_mapping is not None:
+        mapping = drafter.vocab_mapping
+        console.print(
+            f"vocabularies: target {mapping.target_vocab_size}, draft {mapping.draft_vocab_size}, "
+            f"{mapping.num_common_tokens} tokens in common",
+            style="dim",
+            highlight=False,
+        )
+
+
+def _record(
+    writer: TraceWriter, options: Mapping[str, Any], comparison: Comparison, report: Callable[[str, float], None]
+) -> bool:
+    """Decodes the prompts once more and writes the trace; False if the user interrupted it, and nothing is written."""
+    from fly_jax.decode.recording import record, save_trace
+
+    generator, config = comparison.modes[options["trace_mode"]]
+    count = len(comparison.prompts)
+    try:
+        record(
+            writer,
+            generator,
+            comparison.prompt_token_ids,
+            config=config,
+            sampling=comparison.arguments["sampling"],
+            max_tokens=[options["max_tokens"]] * count,
+            eos_token_ids=comparison.arguments["eos_token_ids"],
+            seeds=[options["seed"]] * count,
+            batch_size=1,
+            report=functools.partial(report, f"trace: {options['trace_mode']}"),
+        )
+    except KeyboardInterrupt:
+        return False
+    save_trace(writer, options["trace"])
+    return True
 
 
 def _skip_layers(text: str | None) -> tuple[int, ...]:

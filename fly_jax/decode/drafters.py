@@ -19,6 +19,7 @@ from fly_jax.decode.model import Decoder, KVCache
 from fly_jax.decode.sampling import draft_token
 from fly_jax.kernels import row_statistics
 from fly_jax.processing import SamplingParams
+from fly_jax.vocab import VocabMapping
 
 DRAFT_SAMPLE_METHODS = ("greedy", "probabilistic")
 
@@ -179,7 +180,7 @@ class PromptLookup:
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["decoder"],
+    data_fields=["decoder", "vocab_mapping"],
     meta_fields=["num_speculative_tokens", "draft_sample_method"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -187,21 +188,29 @@ class DraftModel:
     """Drafts with a model of its own, one token at a time, on a cache of its own.
 
     Attributes:
-      decoder: a decoder over the target's vocabulary.
+      decoder: a decoder over the target's vocabulary, or over another one with `vocab_mapping`.
       num_speculative_tokens: K.
       draft_sample_method: "greedy", or "probabilistic": drawn as the target samples.
+      vocab_mapping: between the target's vocabulary and the decoder's, which only drafts greedily then; None if they
+        are the same.
 
     Raises:
-      ModelError: a setting is out of range.
+      ModelError: a setting is out of range, or excluded by another.
     """
 
     decoder: Decoder
     num_speculative_tokens: int
     draft_sample_method: str = "greedy"
+    vocab_mapping: VocabMapping | None = None
 
     def __post_init__(self) -> None:
         _check_num_speculative_tokens(self.num_speculative_tokens)
         _check_draft_sample_method(self.draft_sample_method)
+        if self.vocab_mapping is not None and self.draft_sample_method != "greedy":
+            raise ModelError(
+                f"A draft model of another vocabulary drafts greedily only, got draft_sample_method "
+                f"{self.draft_sample_method!r}: set it to 'greedy'."
+            )
 
     def init_state(self, batch_size: int, capacity: int) -> KVCache:
         """An empty cache."""
@@ -209,7 +218,7 @@ class DraftModel:
 
     def prefill(self, state: KVCache, token_ids: Array, num_tokens: Array) -> KVCache:
         """See `Drafter.prefill`."""
-        _, state = self.decoder.hidden(token_ids, state)
+        _, state = self.decoder.hidden(self._own_ids(token_ids), state)
         return state.advance(num_tokens)
 
     def propose(self, state: KVCache, context: DraftContext) -> tuple[Draft, KVCache, KVCache]:
@@ -219,12 +228,19 @@ class DraftModel:
         # overwritten by the first draft token.
         first = jnp.maximum(context.length - 2, 0)
         token_ids = jnp.take_along_axis(context.history, first[:, None] + jnp.arange(2, dtype=jnp.int32)[None], 1)
-        hidden, state = self.decoder.hidden(token_ids, dataclasses.replace(state, length=first))
+        hidden, state = self.decoder.hidden(self._own_ids(token_ids), dataclasses.replace(state, length=first))
         newest = (context.length - 1 - first)[:, None, None]
         logits = self.decoder.logits(jnp.take_along_axis(hidden, newest, 1))[:, 0]
         state = dataclasses.replace(state, length=context.length)
-        draft, state = _draft_one_by_one(self.decoder, logits, state, context, self)
+        mapping = self.vocab_mapping
+        constrain = None if mapping is None else mapping.constrain_draft_logits
+        draft, state = _draft_one_by_one(self.decoder, logits, state, context, self, constrain=constrain)
+        if mapping is not None:
+            draft = dataclasses.replace(draft, token_ids=mapping.map_draft_to_target_ids(draft.token_ids))
         return draft, state, context.cache
+
+    def _own_ids(self, token_ids: Array) -> Array:
+        return token_ids if self.vocab_mapping is None else self.vocab_mapping.map_target_to_draft_ids(token_ids)
 
 
 @functools.partial(
@@ -288,13 +304,17 @@ def check_drafter(drafter: Drafter, decoder: Decoder) -> None:
     """Refuses a drafter that does not fit the target.
 
     Raises:
-      ModelError: vocabularies of different size, or a skipped layer that the target does not have.
+      ModelError: vocabularies of different size with no mapping or with that of others, or a skipped layer that the
+        target does not have.
     """
     if isinstance(drafter, DraftModel):
-        ours, theirs = drafter.decoder.config.vocab_size, decoder.config.vocab_size
-        if ours != theirs:
+        ours, theirs, mapping = drafter.decoder.config.vocab_size, decoder.config.vocab_size, drafter.vocab_mapping
+        mapped = (theirs, theirs) if mapping is None else (mapping.draft_vocab_size, mapping.target_vocab_size)
+        if mapped != (ours, theirs):
+            given = "none" if mapping is None else f"one between {mapped[0]} and {mapped[1]}"
             raise ModelError(
-                f"The draft model's vocabulary has {ours} tokens and the target's {theirs}; they must be the same."
+                f"The draft model's vocabulary has {ours} tokens and the target's {theirs}; they must be the same, "
+                f"or have a vocab_mapping between them, got {given}."
             )
     if isinstance(drafter, LayerSkip):
         check_skip_layers(drafter.skip_layers, decoder.config.num_layers)
@@ -320,9 +340,10 @@ def _draft_one_by_one(
     context: DraftContext,
     drafter: Drafter,
     skip_layers: tuple[int, ...] = (),
+    constrain: Callable[[Array], Array] | None = None,
 ) -> tuple[Draft, KVCache]:
-    """K draft tokens from the `[B, V]` logits of the first and K - 1 single-token steps."""
-    draw = _drawing(context, drafter.draft_sample_method)
+    """K draft tokens from the `[B, V]` logits of the first and K - 1 single-token steps; `constrain` acts on each."""
+    draw = _drawing(context, drafter.draft_sample_method, constrain)
 
     def step(carry: tuple[Array, KVCache], position: Array) -> tuple[tuple[Array, KVCache], Any]:
         logits, cache = carry
@@ -340,7 +361,9 @@ def _draft_one_by_one(
     return Draft(token_ids, count, probs), cache
 
 
-def _drawing(context: DraftContext, draft_sample_method: str) -> Callable[[Array, Array], tuple[Array, Array | None]]:
+def _drawing(
+    context: DraftContext, draft_sample_method: str, constrain: Callable[[Array], Array] | None
+) -> Callable[[Array, Array], tuple[Array, Array | None]]:
     """A function of `[B, V]` logits and the draft position: `[B]` token ids, and `[B, V]` probabilities if it draws."""
     sampling = context.sampling
 
@@ -356,7 +379,7 @@ def _drawing(context: DraftContext, draft_sample_method: str) -> Callable[[Array
         )
 
     def take_best(logits: Array, position: Array) -> tuple[Array, None]:
-        return row_statistics(logits).argmax, None
+        return row_statistics(logits if constrain is None else constrain(logits)).argmax, None
 
     return draw if _draws(draft_sample_method, sampling) else take_best
 

@@ -1,94 +1,33 @@
-"""The decoding loop: one jitted cycle that verifies the pending drafts with `fly_verify` and proposes the next ones.
+"""Decoding a batch of prompts: a host loop around one jitted cycle, which verifies drafts with `fly_verify`.
 
 Target-only, standard and FLy decoding are the same loop: without drafts, with `config=None` and with a `FlyConfig`.
-In the shape descriptions, `B` denotes requests (1 here), `K` draft tokens per request and `L` the capacity of
-histories and caches.
+In the shape descriptions, `B` denotes requests, `K` draft tokens per request and `L` the capacity of histories and
+caches.
 """
 
 import dataclasses
 import functools
 import time
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from fly_jax.compat import num_programs
 from fly_jax.config import FlyConfig
-from fly_jax.decode.drafters import (
-    Draft,
-    DraftContext,
-    Drafter,
-    DraftModel,
-    check_drafter,
-    empty_cache,
-    empty_draft,
-)
+from fly_jax.decode.cycle import CycleOutput, DecodeState, cycle, prefill
+from fly_jax.decode.drafters import Drafter, DraftModel, check_drafter, empty_cache, empty_draft
 from fly_jax.decode.errors import ModelError
-from fly_jax.decode.model import Decoder, KVCache
+from fly_jax.decode.model import Decoder
 from fly_jax.metrics import AcceptanceCounts
 from fly_jax.noise import request_keys
 from fly_jax.processing import SamplingParams
-from fly_jax.verify import fly_verify
+from fly_jax.trace import TraceRows
 
 PREFILL_CHUNK = 64
 """Tokens per prefill step: prompts of any length share one compilation."""
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["history", "length", "limit", "cache", "draft", "drafter_state", "keys", "step", "counts"],
-    meta_fields=[],
-)
-@dataclasses.dataclass(frozen=True)
-class DecodeState:
-    """Everything a cycle needs of the cycles before it.
-
-    Attributes:
-      history: `[B, L]` int32, prompt and emitted tokens.
-      length: `[B]` int32, how many there are.
-      limit: `[B]` int32, the length at which a request is done.
-      cache: the target's; `cache.length == length - 1`, because the last token has not been fed yet.
-      draft: proposed by the cycle before, not verified yet.
-      drafter_state: the drafter's own.
-      keys: `[B]` keys of the requests; the step is folded in by the cycle.
-      step: int32 scalar, cycles so far.
-      counts: of all cycles that verified drafts.
-    """
-
-    history: Array
-    length: Array
-    limit: Array
-    cache: KVCache
-    draft: Draft
-    drafter_state: Any
-    keys: Array
-    step: Array
-    counts: AcceptanceCounts
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["token_ids", "num_tokens", "deferred", "num_draft_tokens"],
-    meta_fields=[],
-)
-@dataclasses.dataclass(frozen=True)
-class CycleOutput:
-    """What the host reads of a cycle.
-
-    Attributes:
-      token_ids: `[B, K+1]` int32, -1 padded.
-      num_tokens: `[B]` int32, how many were emitted.
-      deferred: `[B, K]` bool, which of them FLy kept against the target's choice.
-      num_draft_tokens: `[B]` int32, how many drafts are pending now.
-    """
-
-    token_ids: Array
-    num_tokens: Array
-    deferred: Array
-    num_draft_tokens: Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,9 +38,9 @@ class Generation:
       token_ids: emitted tokens, the end-of-sequence token included.
       deferred: for each of them, whether FLy kept it against the target's choice.
       counts: of all verified drafts, also past an end-of-sequence token.
-      num_cycles: target steps after prefill.
-      prefill_seconds: time of filling the caches with the prompt.
-      decode_seconds: time of the cycles.
+      num_cycles: target steps after prefill until the text was done.
+      prefill_seconds: time of filling the caches with the prompts of the batch: the same for all of its texts.
+      decode_seconds: time of the cycles of the batch until its last text was done: the same for all of its texts.
       finish_reason: "stop" at an end-of-sequence token, "length" at the limit.
     """
 
@@ -114,8 +53,32 @@ class Generation:
     finish_reason: str
 
 
+@dataclasses.dataclass
+class _Text:
+    """A text while it is decoded."""
+
+    max_tokens: int
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    deferred: list[bool] = dataclasses.field(default_factory=list)
+    num_cycles: int = 0
+    finish_reason: str | None = None
+
+    def extend(self, token_ids: list[int], deferred: list[bool], eos_token_ids: Collection[int]) -> None:
+        """Adds what a cycle emitted, up to an end token or the limit."""
+        end = next((i for i, token_id in enumerate(token_ids) if token_id in eos_token_ids), None)
+        kept = token_ids if end is None else token_ids[: end + 1]
+        self.token_ids += kept
+        # The last token of a cycle is the target's own and has no deferral flag.
+        self.deferred += [*deferred, False][: len(kept)]
+        self.num_cycles += 1
+        if end is not None:
+            self.finish_reason = "stop"
+        elif len(self.token_ids) >= self.max_tokens:
+            self.finish_reason = "length"
+
+
 class Generator:
-    """Decodes with one target and one drafter; each of its steps is compiled once.
+    """Decodes with one target and one drafter; each of its steps is compiled once for a batch size.
 
     The compiled steps are: prefill, a cycle of one token for when nothing was proposed, and one of K + 1 tokens (for
     each kind of configuration and sampling it is used with).
@@ -150,9 +113,9 @@ class Generator:
         self._decoder, self._drafter = decoder, drafter
         # Flattening a module costs a share of a millisecond: once here, instead of in every cycle.
         self._weights, structure = jax.tree.flatten((decoder, drafter))
-        self._prefill = jax.jit(functools.partial(_prefill, structure), donate_argnums=(1, 2))
+        self._prefill = jax.jit(functools.partial(prefill, structure), donate_argnums=(1, 2))
         self._cycle = jax.jit(
-            functools.partial(_cycle, structure), static_argnames=("speculate",), donate_argnames=("state",)
+            functools.partial(cycle, structure), static_argnames=("speculate", "record"), donate_argnames=("state",)
         )
 
     def check_prompt(self, prompt_token_ids: Sequence[int]) -> None:
@@ -180,189 +143,200 @@ class Generator:
         seed: int = 0,
         on_tokens: Callable[[int], None] | None = None,
     ) -> Generation:
-        """Decodes one prompt.
+        """Decodes one prompt: `generate_batch` of one."""
+        (generation,) = self.generate_batch(
+            [prompt_token_ids],
+            config=config,
+            sampling=sampling,
+            max_tokens=max_tokens,
+            eos_token_ids=eos_token_ids,
+            seed=[seed],
+            on_tokens=on_tokens,
+        )
+        return generation
+
+    def generate_batch(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        config: FlyConfig | None = None,
+        sampling: SamplingParams = SamplingParams(),  # noqa: B008 (frozen)
+        max_tokens: int | Sequence[int] = 128,
+        eos_token_ids: Collection[int] = (),
+        seed: int | Sequence[int] = 0,
+        batch_size: int | None = None,
+        on_tokens: Callable[[int], None] | None = None,
+        on_trace: Callable[[TraceRows, np.ndarray], None] | None = None,
+    ) -> list[Generation]:
+        """Decodes prompts of any lengths together; each advances by what it accepts, until all are done.
+
+        A text depends on its own prompt, sampling and seed only, up to float rounding, which differs between batch
+        sizes and can decide where the target's two best tokens are within it. Memory is allocated once, at the start.
 
         Args:
-          prompt_token_ids: at least one token.
-          config: None for standard, lossless verification, else FLy's settings.
-          sampling: arrays of one request; the default is greedy.
-          max_tokens: most tokens to emit; also bounded by `max_model_len`.
-          eos_token_ids: tokens that end the text.
-          seed: of all drawing; greedy decoding uses none.
-          on_tokens: called after each cycle with the number of tokens so far.
+          prompts: token ids of each, at least one prompt and one token.
+          config: None for standard, lossless verification, else FLy's settings; its threshold may be `[batch_size]`.
+          sampling: scalars, or arrays of `[batch_size]`; the default is greedy.
+          max_tokens: most tokens to emit, of all or of each; also bounded by `max_model_len`.
+          eos_token_ids: tokens that end a text.
+          seed: of all drawing, of the batch or of each prompt; greedy decoding uses none. With a seed of its own a
+            prompt draws the same in any batch.
+          batch_size: rows to compile for; with fewer prompts the rest is padding. None: the number of prompts.
+          on_tokens: called after each cycle with the number of tokens so far, of all texts.
+          on_trace: called after each cycle with what a trace holds of it and `[batch_size]` bool, which requests took
+            part. Recording costs another look at the logits: None does without.
+
+        Returns:
+          One text for each prompt, in their order.
 
         Raises:
-          ModelError: see `check_prompt`; or `max_tokens` is below 1, or `seed` not in [0, 2**32).
+          ModelError: see `check_prompt`; or an argument is out of range, or not of one value a prompt.
         """
-        self.check_prompt(prompt_token_ids)
-        if max_tokens < 1:
-            raise ModelError(f"max_tokens must be at least 1, got {max_tokens}.")
-        if not 0 <= seed < 2**32:
-            raise ModelError(f"seed must be in [0, 2**32), got {seed}.")
-        start = time.perf_counter()
-        limit = min(len(prompt_token_ids) + max_tokens, self.max_model_len)
-        state = self.start(prompt_token_ids, limit, sampling, seed)
-        prefilled = time.perf_counter()
-        token_ids: list[int] = []
-        deferred: list[bool] = []
-        finish_reason = "length"
-        num_cycles = num_draft_tokens = 0
-        while len(token_ids) < limit - len(prompt_token_ids) and finish_reason == "length":
-            state, output = self.step(state, sampling, config, speculate=num_draft_tokens > 0)
-            num_cycles += 1
-            num_draft_tokens = int(output.num_draft_tokens[0])
-            emitted = output.token_ids[0, : output.num_tokens[0]].tolist()
-            kept = _up_to_end(emitted, eos_token_ids)
-            if kept and kept[-1] in eos_token_ids:
-                finish_reason = "stop"
-            token_ids += kept
-            # The last token of a cycle is the target's own and has no deferral flag.
-            deferred += [*output.deferred[0].tolist(), False][: len(kept)]
-            if on_tokens is not None:
-                on_tokens(len(token_ids))
-        finished = time.perf_counter()
-        return Generation(
-            tuple(token_ids),
-            tuple(deferred),
-            jax.device_get(state.counts),
-            num_cycles,
-            prefilled - start,
-            finished - prefilled,
-            finish_reason,
-        )
+        size = len(prompts) if batch_size is None else batch_size
+        if not 1 <= len(prompts) <= size:
+            raise ModelError(f"prompts must be 1 to {max(size, 1)} (batch_size), got {len(prompts)}.")
+        for prompt in prompts:
+            self.check_prompt(prompt)
+        most = _each("max_tokens", max_tokens, len(prompts), 1, np.iinfo(np.int32).max)
+        _each("seed", seed, len(prompts), 0, 2**32 - 1)
+        limits = [min(len(prompt) + each, self.max_model_len) for prompt, each in zip(prompts, most, strict=True)]
+        texts = [_Text(limit - len(prompt)) for prompt, limit in zip(prompts, limits, strict=True)]
 
-    def warm_up(self, *, config: FlyConfig | None = None, sampling: SamplingParams = SamplingParams()) -> None:  # noqa: B008
-        """Compiles every step that `generate` will use with these arguments."""
-        state = self.start([0, 0], self.max_model_len, sampling, seed=0)
+        start = time.perf_counter()
+        state = self.start(prompts, limits, sampling, _keys(seed, size))
+        prefilled = time.perf_counter()
+        active = np.arange(size) < len(prompts)
+        num_draft_tokens = np.zeros(size, np.int32)
+        while active.any():
+            speculate = bool((num_draft_tokens[active] > 0).any())
+            record = on_trace is not None
+            state, output = self.step(state, sampling, config, speculate=speculate, active=active, record=record)
+            if on_trace is not None and output.trace is not None:
+                on_trace(output.trace, active.copy())
+            num_draft_tokens = np.asarray(output.num_draft_tokens)
+            for i in np.flatnonzero(active):
+                emitted = output.token_ids[i, : output.num_tokens[i]].tolist()
+                texts[i].extend(emitted, output.deferred[i].tolist(), eos_token_ids)
+                active[i] = texts[i].finish_reason is None
+            if on_tokens is not None:
+                on_tokens(sum(len(text.token_ids) for text in texts))
+        seconds = prefilled - start, time.perf_counter() - prefilled
+        counts = jax.device_get(state.counts)
+        return [
+            Generation(
+                tuple(text.token_ids),
+                tuple(text.deferred),
+                jax.tree.map(lambda each, i=i: each[i], counts),
+                text.num_cycles,
+                *seconds,
+                str(text.finish_reason),
+            )
+            for i, text in enumerate(texts)
+        ]
+
+    def warm_up(
+        self,
+        *,
+        config: FlyConfig | None = None,
+        sampling: SamplingParams = SamplingParams(),  # noqa: B008 (frozen)
+        batch_size: int = 1,
+    ) -> None:
+        """Compiles every step that decoding will use with these arguments."""
+        prompts, limits = [[0, 0]] * batch_size, [self.max_model_len] * batch_size
+        state = self.start(prompts, limits, sampling, _keys(0, batch_size))
         state, _ = self.step(state, sampling, config, speculate=False)
         if self._drafter is not None:
             self.step(state, sampling, config, speculate=True)
 
-    def start(self, prompt_token_ids: Sequence[int], limit: int, sampling: SamplingParams, seed: int) -> DecodeState:
-        """The state of one request after prefill, with no drafts yet; `limit` is the length at which it is done."""
-        history = np.zeros((1, self._capacity), np.int32)
-        history[0, : len(prompt_token_ids)] = prompt_token_ids
-        cache = empty_cache(self._decoder, 1, self._capacity)
-        drafter_state = None if self._drafter is None else self._drafter.init_state(1, self._capacity)
-        to_fill = np.asarray(prompt_token_ids[:-1], np.int32)
-        for begin in range(0, len(to_fill), PREFILL_CHUNK):
-            chunk = np.zeros((1, PREFILL_CHUNK), np.int32)
-            count = min(PREFILL_CHUNK, len(to_fill) - begin)
-            chunk[0, :count] = to_fill[begin : begin + count]
-            cache, drafter_state = self._prefill(
-                self._weights, cache, drafter_state, chunk, np.asarray([count], np.int32)
-            )
-        draft = empty_draft(self._drafter, 1, self._decoder.config.vocab_size, sampling)
+    def num_programs(self) -> int:
+        """How many steps have been compiled so far."""
+        return num_programs(self._prefill) + num_programs(self._cycle)
+
+    def start(
+        self, prompts: Sequence[Sequence[int]], limits: Sequence[int], sampling: SamplingParams, keys: Array
+    ) -> DecodeState:
+        """The state after prefill, with no drafts yet.
+
+        Args:
+          prompts: at most `B`; the other requests are padding.
+          limits: for each prompt, the length at which it is done.
+          sampling: of the steps that will follow.
+          keys: `[B]`, of the requests.
+        """
+        size = len(keys)
+        lengths, bounds = np.ones(size, np.int32), np.ones(size, np.int32)
+        history = np.zeros((size, self._capacity), np.int32)
+        for i, prompt in enumerate(prompts):
+            history[i, : len(prompt)] = prompt
+            lengths[i], bounds[i] = len(prompt), limits[i]
+        cache = empty_cache(self._decoder, size, self._capacity)
+        drafter_state = None if self._drafter is None else self._drafter.init_state(size, self._capacity)
+        for begin in range(0, max(lengths) - 1, PREFILL_CHUNK):
+            chunk = np.zeros((size, PREFILL_CHUNK), np.int32)
+            count = np.clip(lengths - 1 - begin, 0, PREFILL_CHUNK).astype(np.int32)
+            available = history[:, begin : begin + PREFILL_CHUNK]
+            chunk[:, : available.shape[1]] = available
+            cache, drafter_state = self._prefill(self._weights, cache, drafter_state, chunk, count)
+        draft = empty_draft(self._drafter, size, self._decoder.config.vocab_size, sampling)
+        zeros = AcceptanceCounts.zeros(draft.token_ids.shape[1])
         state = DecodeState(
             history=jnp.asarray(history),
-            length=jnp.int32([len(prompt_token_ids)]),
-            limit=jnp.int32([limit]),
+            length=jnp.asarray(lengths),
+            limit=jnp.asarray(bounds),
             cache=cache,
             draft=draft,
             drafter_state=drafter_state,
-            keys=request_keys(jax.random.key(seed), 1),
+            keys=keys,
             step=jnp.int32(0),
-            # Copied, because a donated buffer may appear only once.
-            counts=jax.tree.map(jnp.copy, AcceptanceCounts.zeros(draft.token_ids.shape[1])),
+            counts=jax.tree.map(lambda each: jnp.zeros((size, *each.shape), each.dtype), zeros),
         )
         return jax.block_until_ready(state)
 
     def step(
-        self, state: DecodeState, sampling: SamplingParams, config: FlyConfig | None, *, speculate: bool
+        self,
+        state: DecodeState,
+        sampling: SamplingParams,
+        config: FlyConfig | None,
+        *,
+        speculate: bool,
+        active: np.ndarray | None = None,
+        record: bool = False,
     ) -> tuple[DecodeState, CycleOutput]:
         """One cycle, read back to the host: of K + 1 tokens, or of one where the pending drafts need not be looked at.
 
-        `state` is consumed: its buffers hold the new state.
+        `state` is consumed: its buffers hold the new state. `active` `[B]` bool says which requests go on; None is all.
+        `record` asks for what a trace holds of the cycle.
         """
+        if active is None:
+            active = np.ones(state.length.shape, bool)
         # Without drafts there is nothing to defer: all configurations share that compilation.
         state, output = self._cycle(
-            self._weights, state=state, sampling=sampling, config=config if speculate else None, speculate=speculate
+            self._weights,
+            state=state,
+            active=active,
+            sampling=sampling,
+            config=config if speculate else None,
+            speculate=speculate,
+            record=record,
         )
         return state, jax.device_get(output)
 
 
-def _prefill(
-    structure: Any, weights: list[Array], cache: KVCache, drafter_state: Any, token_ids: Array, num_tokens: Array
-) -> tuple[KVCache, Any]:
-    """Feeds `num_tokens` `[B]` of `token_ids` `[B, T]` to both caches."""
-    decoder, drafter = jax.tree.unflatten(structure, weights)
-    _, cache = decoder.hidden(token_ids, cache)
-    if drafter is not None:
-        drafter_state = drafter.prefill(drafter_state, token_ids, num_tokens)
-    return cache.advance(num_tokens), drafter_state
+def _keys(seed: int | Sequence[int], batch_size: int) -> Array:
+    """`[batch_size]` keys: of one seed and the request's index, or of one seed a request."""
+    if isinstance(seed, int):
+        return request_keys(jax.random.key(seed), batch_size)
+    keys = [request_keys(jax.random.key(each), 1)[0] for each in seed]
+    return jnp.stack([*keys, *[keys[0]] * (batch_size - len(keys))])
 
 
-def _cycle(
-    structure: Any,
-    weights: list[Array],
-    *,
-    state: DecodeState,
-    sampling: SamplingParams,
-    config: FlyConfig | None,
-    speculate: bool,
-) -> tuple[DecodeState, CycleOutput]:
-    """Verifies the pending drafts (none unless `speculate`), appends what is emitted, proposes the next drafts."""
-    decoder, drafter = jax.tree.unflatten(structure, weights)
-    drafts = state.draft.token_ids if speculate else state.draft.token_ids[:, :0]
-    num_draft_tokens = state.draft.num_draft_tokens if speculate else jnp.zeros_like(state.length)
-    last = jnp.take_along_axis(state.history, state.length[:, None] - 1, 1)
-    logits, cache = decoder(jnp.concatenate([last, drafts], 1), state.cache)
-    verification = fly_verify(
-        logits,
-        drafts,
-        config=config,
-        num_draft_tokens=num_draft_tokens,
-        draft_probs=state.draft.draft_probs if speculate else None,
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        key=None if sampling.temperature is None else _step_keys(state.keys, state.step),
-    )
-    length = state.length + verification.num_tokens
-    state = dataclasses.replace(
-        state,
-        history=_append(state.history, state.length, verification.token_ids),
-        length=length,
-        cache=cache.advance(verification.num_tokens),
-        step=state.step + 1,
-    )
-    if speculate:
-        counts = AcceptanceCounts.from_verification(verification, num_draft_tokens)
-        state = dataclasses.replace(state, counts=state.counts + counts)
-    if drafter is not None:
-        state = _propose(decoder, drafter, state, sampling)
-    output = CycleOutput(
-        verification.token_ids, verification.num_tokens, verification.deferred, state.draft.num_draft_tokens
-    )
-    return state, output
-
-
-def _propose(decoder: Decoder, drafter: Drafter, state: DecodeState, sampling: SamplingParams) -> DecodeState:
-    context = DraftContext(
-        decoder, state.cache, state.history, state.length, _step_keys(state.keys, state.step), sampling
-    )
-    draft, drafter_state, cache = drafter.propose(state.drafter_state, context)
-    # A cycle emits one token more than it accepts: no request passes its limit.
-    room = jnp.maximum(state.limit - state.length - 1, 0)
-    draft = dataclasses.replace(draft, num_draft_tokens=jnp.minimum(draft.num_draft_tokens, room))
-    return dataclasses.replace(state, draft=draft, drafter_state=drafter_state, cache=cache)
-
-
-def _append(history: Array, length: Array, token_ids: Array) -> Array:
-    """`history` `[B, L]` with the `token_ids` `[B, T]` that are not padding written from `length` `[B]` on."""
-    rows = jnp.arange(history.shape[0], dtype=jnp.int32)[:, None]
-    columns = length[:, None] + jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None]
-    columns = jnp.where(token_ids >= 0, columns, history.shape[1])
-    return history.at[rows, columns].set(token_ids, mode="drop")
-
-
-def _step_keys(keys: Array, step: Array) -> Array:
-    return jax.vmap(jax.random.fold_in, (0, None))(keys, step)
-
-
-def _up_to_end(token_ids: list[int], eos_token_ids: Collection[int]) -> list[int]:
-    for i, token_id in enumerate(token_ids):
-        if token_id in eos_token_ids:
-            return token_ids[: i + 1]
-    return token_ids
+def _each(name: str, value: int | Sequence[int], num_prompts: int, least: int, most: int) -> list[int]:
+    """One value a prompt, in range."""
+    values = [value] * num_prompts if isinstance(value, int) else list(value)
+    if len(values) != num_prompts:
+        raise ModelError(f"{name} must be one number or one for each of {num_prompts} prompts, got {len(values)}.")
+    wrong = [each for each in values if not least <= each <= most]
+    if wrong:
+        bounds = f"at least {least}" if name == "max_tokens" else f"in [{least}, 2**32)"
+        raise ModelError(f"{name} must be {bounds}, got {wrong[0]}.")
+    return values

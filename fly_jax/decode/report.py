@@ -73,7 +73,7 @@ def document(runs: Sequence[PromptRun], *, config: Mapping[str, Any], interrupte
             }
             for run in runs
         ],
-        "totals": {mode: _figures_fields(each) for mode, each in totals(runs).items()},
+        "totals": {mode: figures_fields(each) for mode, each in totals(runs).items()},
     }
 
 
@@ -136,11 +136,12 @@ def _result(run: PromptRun, mode: str) -> dict[str, Any]:
         "token_ids": list(generation.token_ids),
         "deferred": list(generation.deferred),
         "finish_reason": generation.finish_reason,
-        **_figures_fields(figures(run, mode)),
+        **figures_fields(figures(run, mode)),
     }
 
 
-def _figures_fields(each: Figures) -> dict[str, Any]:
+def figures_fields(each: Figures) -> dict[str, Any]:
+    """Everything measured of a mode, ready for `json.dumps`."""
     counts = each.counts
     return {
         "num_tokens": each.num_tokens,

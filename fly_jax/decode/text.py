@@ -15,6 +15,7 @@ import jinja2.sandbox
 import tokenizers
 
 from fly_jax.decode.errors import ModelError
+from fly_jax.vocab import Vocabulary
 
 # Chat models end a turn with these, whatever their files call the end of a text.
 END_OF_TURN_TOKENS = ("<|im_end|>", "<|eot_id|>")
@@ -41,6 +42,15 @@ class TextCodec:
         """One more than the largest token id."""
         return max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
+    def vocabulary(self, size: int) -> Vocabulary:
+        """The tokens, for a model whose logits have `size` columns."""
+        unk_token_id, eos_token_id = (self._special_token_id(name) for name in ("unk_token", "eos_token"))
+        if eos_token_id is None:
+            eos_token_id = min(self.eos_token_ids)
+        return Vocabulary.from_tokenizer(
+            self.tokenizer, size=size, unk_token_id=unk_token_id, eos_token_id=eos_token_id
+        )
+
     def encode(self, text: str) -> list[int]:
         """Token ids of a text. Special tokens written out in it are parsed as such.
 
@@ -48,8 +58,7 @@ class TextCodec:
         the text of a chat template does.
         """
         token_ids = list(self.tokenizer.encode(text, add_special_tokens=True).ids)
-        bos_token = self.special_tokens.get("bos_token")
-        bos_token_id = None if bos_token is None else self.tokenizer.token_to_id(bos_token)
+        bos_token_id = self._special_token_id("bos_token")
         repeated = bos_token_id is not None and token_ids[:2] == [bos_token_id, bos_token_id]
         return token_ids[1:] if repeated else token_ids
 
@@ -81,6 +90,10 @@ class TextCodec:
             raise ModelError(
                 f"The model's chat template refused the messages ({error}): change them, or pass the text itself (raw)."
             ) from error
+
+    def _special_token_id(self, name: str) -> int | None:
+        token = self.special_tokens.get(name)
+        return None if token is None else self.tokenizer.token_to_id(token)
 
 
 class _GenerationTag(jinja2.ext.Extension):

@@ -17,6 +17,8 @@ from fly_jax.decode.drafters import LayerSkip
 from fly_jax.decode.generate import Generation, Generator
 from fly_jax.metrics import AcceptanceCounts
 from fly_jax.processing import SamplingParams
+from fly_jax.sweep import num_reproduced
+from fly_jax.trace_file import load_trace
 
 PROMPT = "hello world, hello 123 hello world, hello 123 hello"
 TWO_TOKENS = Generation((70, 71), (False, False), AcceptanceCounts.zeros(4), 2, 0.5, 0.5, "length")
@@ -198,11 +200,20 @@ def test_what_a_user_can_fix_is_one_line(fly_jax, model, options, message):
     assert "Traceback" not in err
 
 
-def test_a_draft_model_of_another_vocabulary_is_refused(fly_jax, model, tmp_path):
-    other = write_model(tmp_path / "other", vocab_size=tiny_models.CONFIG_JSON["vocab_size"] + 3)
-    status, _, err = generate(fly_jax, model, "--drafter", "draft-model", "--draft-model", other)
-    assert status == 2
-    assert "they must be the same" in err
+def test_a_trace_is_recorded_beside(fly_jax, model, tmp_path):
+    path = tmp_path / "trace.npz"
+    arguments = ("--fly-entropy-threshold", 0, "--trace", path, "--trace-mode", "fly")
+    status, out, err = generate(fly_jax, model, "--json", *arguments)
+    assert status == 0
+    assert "trace: fly" in err
+    (prompt,) = json.loads(out)["prompts"]
+    trace, result = load_trace(path), prompt["results"]["fly"]
+    assert trace.meta["config"] == {"window_size": 1, "entropy_threshold": 0.0, "entropy_top_k": 3}
+    assert (trace.meta["source"], trace.meta["drafter"]) == ("fly-jax generate", "ngram")
+    assert len(trace.cycles["cycle"]) == result["num_cycles"]
+    assert int(trace.cycles["num_accepted"].sum()) == result["num_accepted"]
+    assert int(trace.cycles["num_draft_tokens"].sum()) == result["num_draft_tokens"]
+    assert num_reproduced(trace) == len(trace.cycles["cycle"])
 
 
 @pytest.mark.parametrize("options", [["--temperature", "-1"], ["--top-p", "1.5"], ["--drafter", "oracle"], ["--nope"]])

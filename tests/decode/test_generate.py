@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.stats
+from near_ties import gap_at_first_difference
 
 from fly_jax import FlyConfig
 from fly_jax.decode import generate
@@ -193,16 +194,16 @@ def test_prompts_that_do_not_fit_are_refused():
 
 def test_each_step_is_traced_once(monkeypatch):
     traces = collections.Counter()
-    for name in ("_prefill", "_cycle"):
+    for name in ("prefill", "cycle"):
         monkeypatch.setattr(generate, name, counting(traces, name, getattr(generate, name)))
     fresh = Generator(DECODER, drafter=DRAFTERS["ngram"], max_model_len=MAX_MODEL_LEN)
     fresh.warm_up()
     for length, max_tokens in ((75, 30), (3, 9), (64, 1)):
         fresh.generate(PROMPT[:length], max_tokens=max_tokens)
-    assert traces == {"_prefill": 1, "_cycle": 2}
+    assert traces == {"prefill": 1, "cycle": 2}
     for threshold in (0.0, 0.3, 2.0):
         fresh.generate(PROMPT, max_tokens=30, config=FlyConfig(1, threshold))
-    assert traces == {"_prefill": 1, "_cycle": 3}
+    assert traces == {"prefill": 1, "cycle": 3}
 
 
 def counting(traces, name, function):
@@ -243,7 +244,8 @@ def test_standard_sampling_emits_the_targets_distribution(method, report):
     sampling = SamplingParams(temperature=jnp.float32(temperature))
     decoding = Generator(target, drafter=DraftModel(draft, 2, method), max_model_len=8)
     prompt = [1, 4, 2]
-    state = repeat(decoding.start(prompt, 8, sampling, seed=0), num_requests)
+    keys = jax.random.split(jax.random.key(5), num_requests)
+    state = decoding.start([prompt] * num_requests, [8] * num_requests, sampling, keys)
     state, _ = decoding.step(state, sampling, None, speculate=False)
     state, output = decoding.step(state, sampling, None, speculate=True)
     pairs = np.asarray(state.history)[:, 3:5]
@@ -257,14 +259,6 @@ def test_standard_sampling_emits_the_targets_distribution(method, report):
     report(f"chi-square p = {test.pvalue:.3f}, {np.mean(output.num_tokens):.2f} tokens a cycle")
     assert test.pvalue > 1e-3
     assert 1 < np.mean(output.num_tokens) < 3
-
-
-def repeat(state, num_requests):
-    """The state of one request, for many with keys of their own."""
-    step, counts, keys = state.step, state.counts, jax.random.split(jax.random.key(5), num_requests)
-    one = dataclasses.replace(state, step=None, counts=None, keys=None)
-    many = jax.tree.map(lambda each: jnp.repeat(each, num_requests, axis=0), one)
-    return dataclasses.replace(many, step=step, counts=counts, keys=keys)
 
 
 @pytest.mark.model
@@ -298,13 +292,3 @@ def test_smollm2_standard_equals_target_only(name, report):
             assert gap_at_first_difference(loaded.decoder, token_ids, *(each.token_ids for each in results)) < 1e-3
     report(f"{name}: {num_near_ties} of {len(BUILTIN_PROMPTS)} texts differ, {tokens / cycles:.2f} tokens a cycle")
     assert num_near_ties == 0
-
-
-def gap_at_first_difference(decoder, prompt, first, second):
-    """The target's top-2 gap where two continuations part."""
-    shared = next((i for i, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1]), None)
-    assert shared is not None, "one text is a beginning of the other"
-    sequence = jnp.asarray([[*prompt, *first[:shared]]], jnp.int32)
-    logits, _ = decoder(sequence, KVCache.zeros(decoder.config, 1, sequence.shape[1]))
-    best = np.sort(np.asarray(logits)[0, -1])
-    return best[-1] - best[-2]

@@ -1,7 +1,9 @@
-"""vLLM's own two `rejection_sample` functions, unmodified, on a CPU under Triton's interpreter.
+"""vLLM's own two `rejection_sample` functions and its `VocabMapping`, unmodified, on a CPU.
+
+The functions run under Triton's interpreter.
 
 They are read from the folder in `FLY_JAX_VLLM_SOURCE`, which holds `vllm/`: `pip install --no-deps --target` of the GPU
-wheel is enough. Only the modules of these functions are executed; what they import besides is a stand-in.
+wheel is enough. Only the modules of these are executed; what they import besides is a stand-in.
 """
 
 import functools
@@ -32,9 +34,11 @@ import triton.language as tl  # noqa: E402
 
 V1 = "vllm.v1.sample.rejection_sampler"
 V2 = "vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils"
+VOCABULARIES = "vllm.v1.spec_decode.vocab_mapping"
 EXECUTED = {
     V1,
     V2,
+    VOCABULARIES,
     "vllm.model_executor.warmup.jit_warmup",
     "vllm.model_executor.warmup.jit_warmup_triton_helper",
     "vllm.v1.spec_decode.fly",
@@ -93,7 +97,7 @@ def _load():
     installed, finder = take_vllm(), _Finder()
     sys.meta_path.insert(0, finder)
     try:
-        return [importlib.import_module(name).rejection_sample for name in (V1, V2)]
+        return [importlib.import_module(name) for name in (V1, V2, VOCABULARIES)]
     finally:
         sys.meta_path.remove(finder)
         take_vllm()
@@ -112,4 +116,6 @@ def _quiet(function):
     return call
 
 
-v1_rejection_sample, v2_rejection_sample = map(_quiet, _load())
+_v1, _v2, _vocabularies = _load()
+v1_rejection_sample, v2_rejection_sample = _quiet(_v1.rejection_sample), _quiet(_v2.rejection_sample)
+VocabMapping = _vocabularies.VocabMapping

@@ -1,0 +1,109 @@
+"""Recording a trace: prompts decoded once more, untimed, every verification kept for `fly-jax sweep`."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fly_jax.config import FlyConfig
+from fly_jax.decode.errors import ModelError
+from fly_jax.decode.generate import Generator
+from fly_jax.processing import SamplingParams
+from fly_jax.trace import TraceRows
+from fly_jax.trace_file import TraceWriter
+
+
+def trace_writer(
+    options: Mapping[str, Any], model: str, config: FlyConfig | None, *, source: str
+) -> TraceWriter | None:
+    """What `--trace` collects into; None without that option.
+
+    Raises:
+      ModelError: the setting cannot be replayed, or the folder does not exist.
+    """
+    if options["trace"] is None:
+        return None
+    if not Path(options["trace"]).absolute().parent.is_dir():
+        raise ModelError(f"--trace {options['trace']}: there is no such folder; make it first.")
+    names = ("temperature", "top_k", "top_p", "min_p")
+    try:
+        return TraceWriter(
+            config,
+            num_speculative_tokens=options["num_speculative_tokens"],
+            source=source,
+            model=model,
+            drafter=options["drafter"],
+            sampling={name: options[name] for name in names},
+        )
+    except ValueError as error:
+        raise ModelError(f"--trace: {error}.") from error
+
+
+def save_trace(writer: TraceWriter, path: str) -> None:
+    """Writes what was collected.
+
+    Raises:
+      ModelError: it cannot be written.
+    """
+    try:
+        writer.save(path)
+    except OSError as error:
+        raise ModelError(f"--trace {path} cannot be written: {error}.") from error
+
+
+def record(
+    writer: TraceWriter,
+    generator: Generator,
+    prompts: Sequence[Sequence[int]],
+    *,
+    config: FlyConfig | None,
+    sampling: SamplingParams,
+    max_tokens: Sequence[int],
+    eos_token_ids: Collection[int],
+    seeds: Sequence[int],
+    batch_size: int,
+    report: Callable[[float], None],
+) -> None:
+    """Decodes prompts until all are done or the writer is full; the request's number is the prompt's index.
+
+    Args:
+      writer: what the verifications go to.
+      generator: what decodes.
+      prompts: token ids of each.
+      config: of FLy, None for standard verification: what the writer was made with.
+      sampling: as in `Generator.generate_batch`.
+      max_tokens: for each prompt.
+      eos_token_ids: tokens that end a text.
+      seeds: for each prompt.
+      batch_size: prompts decoded together.
+      report: called with the fraction done.
+    """
+    for first in range(0, len(prompts), batch_size):
+        report(first / len(prompts))
+        add = _Batch(writer, first)
+        generator.generate_batch(
+            prompts[first : first + batch_size],
+            config=config,
+            sampling=sampling,
+            max_tokens=max_tokens[first : first + batch_size],
+            eos_token_ids=eos_token_ids,
+            seed=seeds[first : first + batch_size],
+            batch_size=batch_size,
+            on_trace=add,
+        )
+        if writer.is_full:
+            break
+    report(1.0)
+
+
+class _Batch:
+    """Adds the cycles of one batch."""
+
+    def __init__(self, writer: TraceWriter, first: int) -> None:
+        self._writer, self._first, self._cycle = writer, first, 0
+
+    def __call__(self, rows: TraceRows, active: np.ndarray) -> None:
+        request = np.where(active, self._first + np.arange(len(active)), -1)
+        self._writer.add(rows, request=request, cycle=self._cycle)
+        self._cycle += 1

@@ -1,0 +1,335 @@
+"""`fly-jax sweep`: a recorded trace replayed under many settings, as one table, one JSON document, one plot."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from fly_jax.decode.errors import ModelError
+from fly_jax.decode.report import versions
+from fly_jax.sweep import Replay, Settings, num_reproduced, replay
+from fly_jax.trace import TOP_K
+from fly_jax.trace_file import Trace, load_trace
+
+WINDOW_SIZES = (1, 2, 3, 4, 6, 8, 10, 12)
+THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)
+TOP_KS = (2, 3, 5)
+
+STATEMENT = (
+    "What a replay can tell: what each recorded cycle would have kept, exactly, since its drafts, the target's rows "
+    "and the noise are recorded. What it cannot: what would have come next. Another number of kept tokens starts the "
+    "next cycle elsewhere, with other drafts, and after a deferral the text itself is another. So these figures rank "
+    "settings; speed and quality have to be measured with the setting that you choose (fly-jax eval). A loss of "
+    "log-probability says how much less likely the target finds a kept token than its own, not that an answer is worse."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """The figures of one setting; the fields are those of `Replay`, a row of the table.
+
+    Attributes:
+      window_size: W; None, as the next two, for standard verification.
+      entropy_threshold: nats.
+      entropy_top_k: k.
+      is_standard: standard verification, the baseline.
+      is_recorded: the setting that decided while the trace was recorded.
+      tokens_per_cycle: emitted tokens a cycle.
+      deferral_rate: of the native rejections that mattered.
+      logprob_loss: nats a deferred token.
+      far_share: of the deferred tokens.
+      draft_overshoot: geometric mean of q / p; None where q is not known.
+      num_tokens: emitted tokens.
+      num_deferred: deferred ones.
+      num_stops: cycles that ended at a rejection.
+    """
+
+    window_size: int | None
+    entropy_threshold: float | None
+    entropy_top_k: int | None
+    is_standard: bool
+    is_recorded: bool
+    tokens_per_cycle: float
+    deferral_rate: float
+    logprob_loss: float
+    far_share: float
+    draft_overshoot: float | None
+    num_tokens: int
+    num_deferred: int
+    num_stops: int
+
+    @property
+    def is_marked(self) -> bool:
+        """Whether it is in every table: the baseline, and what was recorded."""
+        return self.is_standard or self.is_recorded
+
+    @property
+    def gain_and_risk(self) -> tuple[float, float, float]:
+        """What settings are compared by, each the more the worse."""
+        return (-self.tokens_per_cycle, self.deferral_rate, self.logprob_loss)
+
+
+def sweep(options: Mapping[str, Any]) -> None:
+    """Runs the command and prints its result.
+
+    Raises:
+      ModelError: the trace or an option cannot be used as it is given.
+    """
+    _check_plot(options["plot"])
+    for name in ("max_deferral_rate", "max_logprob_loss", "far_below"):
+        if options[name] is not None and not 0 <= options[name] < math.inf:
+            raise ModelError(f"--{name.replace('_', '-')} must be a number of at least 0, got {options[name]}.")
+    try:
+        trace = load_trace(options["trace"])
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{error}.") from error
+    if not len(trace.rows["flags"]):
+        raise ModelError(f"{options['trace']} holds no draft tokens: nothing was verified while it was recorded.")
+    settings = _settings(options, trace)
+    everything = outcomes(trace, replay(trace, settings, far_below=options["far_below"]))
+    allowed = [each for each in everything if each.is_marked or _is_allowed(each, options)]
+    best = unbeaten(allowed)
+    shown = allowed if options["all_settings"] else [each for each in allowed if each.is_marked or each in best]
+    shown.sort(key=lambda each: each.gain_and_risk)
+    if options["json_output"]:
+        print(json.dumps(_document(trace, options, shown, len(everything)), indent=2, allow_nan=False))
+    else:
+        out = Console()
+        out.print(_table(trace, shown, options["far_below"]))
+        for line in (*_notes(trace, options, len(everything), len(allowed), len(shown)), STATEMENT):
+            out.print(line, style="dim", highlight=False, markup=False)
+    if options["plot"] is not None:
+        try:
+            plot(allowed, best, options["plot"], title=_title(trace))
+        except OSError as error:
+            raise ModelError(f"--plot {options['plot']} cannot be written: {error}.") from error
+
+
+def outcomes(trace: Trace, result: Replay) -> list[Outcome]:
+    """The figures of every setting of a replay, in its order."""
+    recorded = _recorded(trace)
+    found = []
+    for i, setting in enumerate(_triples(result.settings)):
+        is_standard = math.isinf(setting[1])
+        window_size, threshold, top_k = (None, None, None) if is_standard else setting
+        overshoot = float(result.draft_overshoot[i])
+        found.append(
+            Outcome(
+                window_size,
+                # As it was written, not as float32 has it.
+                None if threshold is None else float(f"{threshold:.6g}"),
+                top_k,
+                is_standard,
+                (recorded is None and is_standard) or setting == recorded,
+                float(result.tokens_per_cycle[i]),
+                float(result.deferral_rate[i]),
+                float(result.logprob_loss[i]),
+                float(result.far_share[i]),
+                overshoot if math.isfinite(overshoot) else None,
+                int(result.num_tokens[i]),
+                int(result.num_deferred[i]),
+                int(result.num_stops[i]),
+            )
+        )
+    return found
+
+
+def unbeaten(allowed: Sequence[Outcome]) -> list[Outcome]:
+    """Those that no other equals or beats in tokens a cycle, deferral rate and loss; of equal ones the most careful:
+    with the longest window, then the highest threshold, then the smallest k."""
+
+    def carefulness(each: Outcome) -> tuple[float, float, float]:
+        if each.window_size is None or each.entropy_threshold is None or each.entropy_top_k is None:
+            return (math.inf, math.inf, 0.0)
+        return (each.window_size, each.entropy_threshold, -each.entropy_top_k)
+
+    best: list[Outcome] = []
+    # From the best on, so that nothing that comes later beats what is kept.
+    for each in sorted(sorted(allowed, key=carefulness, reverse=True), key=lambda each: each.gain_and_risk):
+        if not any(all(a <= b for a, b in zip(other.gain_and_risk, each.gain_and_risk, strict=True)) for other in best):
+            best.append(each)
+    return best
+
+
+def _settings(options: Mapping[str, Any], trace: Trace) -> Settings:
+    """The grid that was asked for, standard verification, and the recorded setting."""
+    k = trace.num_speculative_tokens
+    window_sizes = _numbers("--window-sizes", options["window_sizes"], int, [w for w in WINDOW_SIZES if w < k])
+    thresholds = _numbers("--thresholds", options["thresholds"], float, THRESHOLDS)
+    top_ks = _numbers("--top-ks", options["top_ks"], int, TOP_KS)
+    for window_size in window_sizes:
+        if not 1 <= window_size < k:
+            raise ModelError(
+                f"--window-sizes must be at least 1 and below the trace's {k} draft tokens a cycle, got {window_size}."
+            )
+    for threshold in thresholds:
+        if not 0 <= threshold < math.inf:
+            raise ModelError(f"--thresholds must be numbers of nats, at least 0, got {threshold}.")
+    for top_k in top_ks:
+        if not 1 <= top_k <= TOP_K:
+            raise ModelError(f"--top-ks must be between 1 and {TOP_K}, which a trace holds, got {top_k}.")
+    wanted = dict.fromkeys(_triples(Settings.grid(window_sizes, thresholds, top_ks)))
+    recorded = _recorded(trace)
+    wanted |= dict.fromkeys([(1, math.inf, 1), *([] if recorded is None else [recorded])])
+    return Settings.from_lists(list(wanted))
+
+
+def _triples(settings: Settings) -> list[tuple[int, float, int]]:
+    columns = (settings.window_sizes, settings.thresholds, settings.top_ks)
+    return list(zip(*(each.tolist() for each in columns), strict=True))
+
+
+def _recorded(trace: Trace) -> tuple[int, float, int] | None:
+    config = trace.config
+    if config is None:
+        return None
+    return _triples(Settings.from_lists([(config.window_size or 1, config.entropy_threshold, config.entropy_top_k)]))[0]
+
+
+def _numbers(option: str, text: str | None, kind: Callable[[str], Any], default: Sequence[Any]) -> list[Any]:
+    if text is None:
+        return list(default)
+    try:
+        return [kind(part) for part in text.split(",")]
+    except ValueError:
+        wanted = "integers" if kind is int else "numbers"
+        raise ModelError(f"{option} must be {wanted} with commas between them, got {text!r}.") from None
+
+
+def _is_allowed(each: Outcome, options: Mapping[str, Any]) -> bool:
+    limits = ((each.deferral_rate, "max_deferral_rate"), (each.logprob_loss, "max_logprob_loss"))
+    return all(options[name] is None or value <= options[name] for value, name in limits)
+
+
+def _table(trace: Trace, shown: Sequence[Outcome], far_below: float) -> Table:
+    caption = (
+        "deferred: deferrals over native rejections that mattered (deferred, or the end of a cycle). loss: the "
+        "target's log-probability of its argmax less that of the deferred draft, mean. "
+        f"far: share of deferred drafts more than {far_below:.3g} nats below the argmax. "
+        "q/p: the draft's probability of a deferred token over the target's, geometric mean."
+    )
+    table = Table(
+        title=_title(trace), title_justify="left", title_style="bold", caption=caption, caption_justify="left"
+    )
+    for name in ("", "W", "nats", "k", "tokens\n/cycle", "deferred", "loss,\nnats", "far", "q/p"):
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    for each in shown:
+        marks = [name for name, is_so in (("standard", each.is_standard), ("recorded", each.is_recorded)) if is_so]
+        setting = (each.window_size, each.entropy_threshold, each.entropy_top_k)
+        table.add_row(
+            "\n".join(marks),
+            *("-" if value is None else f"{value:g}" for value in setting),
+            f"{each.tokens_per_cycle:.3f}",
+            f"{each.deferral_rate:.1%}",
+            f"{each.logprob_loss:.3f}" if each.num_deferred else "-",
+            f"{each.far_share:.1%}" if each.num_deferred else "-",
+            "-" if each.draft_overshoot is None else f"{each.draft_overshoot:.2f}",
+            style="bold" if each.is_marked else None,
+        )
+    return table
+
+
+def _title(trace: Trace) -> str:
+    model = trace.meta["model"] or "a model"
+    drafter = "" if trace.meta["drafter"] is None else f", {trace.meta['drafter']}"
+    return f"{trace.meta['source']}: {model}{drafter}, K={trace.num_speculative_tokens}"
+
+
+def _notes(trace: Trace, options: Mapping[str, Any], num: int, num_allowed: int, num_shown: int) -> list[str]:
+    cycles = trace.cycles
+    num_cycles, num_drafts = len(cycles["request"]), int((cycles["num_draft_tokens"] > 0).sum())
+    same = num_reproduced(trace)
+    lines = [
+        f"{num_cycles} cycles, {num_drafts} of them with drafts, {len(trace.rows['flags'])} draft tokens; the "
+        "recorded setting, replayed, keeps what was kept in "
+        f"{'all' if same == num_cycles else f'{same} of {num_cycles}'} cycles."
+    ]
+    if trace.meta["num_cycles_left_out"]:
+        lines.append(f"Not recorded, since the trace was full: {trace.meta['num_cycles_left_out']} cycles.")
+    if num_allowed < num:
+        lines.append(f"Above --max-deferral-rate or --max-logprob-loss: {num - num_allowed} of {num} settings.")
+    if num_shown < num_allowed:
+        lines.append(
+            f"Left out: {num_allowed - num_shown} settings that another one equals or beats in tokens a cycle, "
+            "deferred and loss (--all shows them)."
+        )
+    return lines
+
+
+def _document(trace: Trace, options: Mapping[str, Any], shown: Sequence[Outcome], num: int) -> dict[str, Any]:
+    names = ("max_deferral_rate", "max_logprob_loss", "far_below", "all_settings")
+    return {
+        "versions": versions(),
+        "trace": {
+            "file": str(options["trace"]),
+            **trace.meta,
+            "num_cycles": len(trace.cycles["request"]),
+            "num_drafts": int((trace.cycles["num_draft_tokens"] > 0).sum()),
+            "num_draft_tokens": len(trace.rows["flags"]),
+            "num_cycles_reproduced": num_reproduced(trace),
+        },
+        "options": {name: options[name] for name in names},
+        "num_settings": num,
+        "settings": [dataclasses.asdict(each) for each in shown],
+        "statement": STATEMENT,
+    }
+
+
+def _check_plot(path: Path | None) -> None:
+    if path is None:
+        return
+    if path.suffix != ".png" or not path.absolute().parent.is_dir():
+        raise ModelError(f"--plot must be a .png file in a folder that exists, got {path}.")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ModelError(
+            "--plot needs matplotlib; install the bench extra: pip install 'fly-jax[bench]', or -e '.[bench]' in the "
+            "repository."
+        )
+
+
+def plot(allowed: Sequence[Outcome], best: Sequence[Outcome], path: Path, *, title: str) -> None:
+    """Draws every setting into a PNG file: tokens a cycle over the deferral rate, and over the loss."""
+    figure = importlib.import_module("matplotlib.figure").Figure(figsize=(11, 4.8), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    colormap = importlib.import_module("matplotlib").colormaps["viridis"]
+    window_sizes = sorted({each.window_size for each in allowed if each.window_size is not None})
+    axes: tuple[tuple[Callable[[Outcome], float], str], ...] = (
+        (lambda each: 100 * each.deferral_rate, "deferred, % of native rejections that mattered"),
+        (lambda each: each.logprob_loss, "log-probability given up, nats a deferred token"),
+    )
+    for panel, (risk, label) in zip(panels, axes, strict=True):
+
+        def points(
+            chosen: Sequence[Outcome], risk: Callable[[Outcome], float] = risk
+        ) -> tuple[list[float], list[float]]:
+            return [risk(each) for each in chosen], [each.tokens_per_cycle for each in chosen]
+
+        for i, window_size in enumerate(window_sizes):
+            color = colormap(i / max(len(window_sizes) - 1, 1))
+            own = [each for each in allowed if each.window_size == window_size]
+            panel.plot(*points(own), "o", color=color, markersize=4, alpha=0.7, label=f"W={window_size}")
+        ringed = [each for each in best if not each.is_marked]
+        panel.plot(*points(ringed), "o", color="black", markersize=8, fillstyle="none", label="not beaten")
+        marks: tuple[tuple[str, str, dict[str, Any]], ...] = (
+            ("standard", "*", {"color": "tab:red", "markersize": 10}),
+            ("recorded", "D", {"color": "tab:orange", "markersize": 12, "fillstyle": "none", "markeredgewidth": 2}),
+        )
+        for name, marker, style in marks:
+            own = [each for each in allowed if getattr(each, f"is_{name}")]
+            panel.plot(*points(own), marker, label=name, **style)
+        panel.set_xlabel(label)
+        panel.grid(alpha=0.3)
+    panels[0].set_ylabel("tokens a cycle, replayed")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right upper", fontsize="small")
+    figure.suptitle(f"{title}; each point is one setting (W, threshold, k)", fontsize="medium")
+    figure.savefig(path, dpi=150)

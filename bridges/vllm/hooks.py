@@ -1,4 +1,4 @@
-"""What the plugin puts into vLLM V1, and how: `replace` and `crosscheck`; JAX is imported at the first step."""
+"""What the plugin puts into vLLM V1, and how: `replace`, `crosscheck`, `record`; JAX is imported at the first step."""
 
 import contextvars
 import functools
@@ -34,6 +34,9 @@ _PARAMETERS = [
     "use_fp64_gumbel",
 ]
 _FLY_PARAMETERS = ["fly_window_size", "fly_entropy_threshold", "fly_entropy_top_k"]
+
+# Of the sampler that was made last, for the trace: an engine has one.
+_SPECULATION: dict[str, Any] = {"num_speculative_tokens": 1}
 
 # The sampler whose forward is running: vLLM 0.32 calls rejection_sample without FLy's settings.
 _FLY: contextvars.ContextVar[dict[str, Any]] = contextvars.ContextVar("fly_jax_settings", default={})  # noqa: B039
@@ -77,15 +80,16 @@ def _hook(original: Callable[..., torch.Tensor], settings: Settings, *args: Any,
         return _left_to_vllm(original, args, kwargs)
     if settings.mode == "replace":
         return _verify(call)[0]
+    if settings.mode == "record":
+        return _record(call, functools.partial(original, *args, **kwargs), settings)
     return _crosscheck(call, functools.partial(original, *args, **kwargs), settings)
 
 
 def _crosscheck(call: dict[str, Any], original: Callable[[], torch.Tensor], settings: Settings) -> torch.Tensor:
     """vLLM's tokens, after JAX has decided the same step beside it."""
     # JAX first, with copies of the generators: then vLLM finds everything as if JAX had not been there.
-    metadata, device = call["sampling_metadata"], call["target_logits"].device
-    copies = {request: generator.clone_state() for request, generator in metadata.generators.items()}
-    ours, step = _verify(call, generators=copies, default_generator=_default_generator(device).clone_state())
+    generators, default_generator = _copied_generators(call)
+    ours, step = _verify(call, generators=generators, default_generator=default_generator)
     start = time.perf_counter()
     theirs = original()
     from fly_jax.bridges.vllm import crosscheck
@@ -95,6 +99,40 @@ def _crosscheck(call: dict[str, Any], original: Callable[[], torch.Tensor], sett
     if differing:
         _report(settings, step, theirs, ours, crosscheck.classify(step, theirs, ours, differing))
     return theirs
+
+
+def _record(call: dict[str, Any], original: Callable[[], torch.Tensor], settings: Settings) -> torch.Tensor:
+    """vLLM's tokens, after what a trace holds of the step has been computed beside it."""
+    from fly_jax.bridges.vllm import recording, v1
+
+    config = v1.fly_config(
+        call.get("fly_window_size"), call.get("fly_entropy_threshold"), call.get("fly_entropy_top_k", 3)
+    )
+    recorder = recording.recorder(settings, config, _SPECULATION)
+    if recorder.is_full:
+        return original()
+    if config != recorder.config:
+        COUNTERS.counts["trace_steps_left_out"] += 1
+        if COUNTERS.counts["trace_steps_left_out"] == 1:
+            logger.warning("fly_jax records one setting of FLy, %s, and leaves out steps of others", recorder.config)
+        return original()
+    before, start = recording.num_programs(), time.perf_counter()
+    rows, num_invalid = recording.rows_of(call, config, *_copied_generators(call))
+    compiled = recording.num_programs() - before
+    COUNTERS.seconds["jax_compiling" if compiled else "jax"] += time.perf_counter() - start
+    COUNTERS.counts["programs_compiled"] += compiled
+    start = time.perf_counter()
+    tokens = original()
+    COUNTERS.seconds["vllm"] += time.perf_counter() - start
+    recorder.add(recording.as_emitted(rows, num_invalid, tokens))
+    return tokens
+
+
+def _copied_generators(call: dict[str, Any]) -> tuple[dict[int, torch.Generator], torch.Generator]:
+    """Copies of the requests' generators and of torch's own."""
+    metadata, device = call["sampling_metadata"], call["target_logits"].device
+    copies = {request: generator.clone_state() for request, generator in metadata.generators.items()}
+    return copies, _default_generator(device).clone_state()
 
 
 def _report(settings: Settings, step: Any, theirs: torch.Tensor, ours: torch.Tensor, mismatches: Any) -> None:
@@ -171,6 +209,8 @@ def _with_settings(original: Callable[..., None], settings: Settings) -> Callabl
     @functools.wraps(original)
     def initialise(self: Any, sampler: Any, spec_config: Any = None, device: torch.device | None = None) -> None:
         fly = _fly_fields(settings, spec_config)
+        if settings.mode == "record":
+            _SPECULATION.update(_speculation(spec_config))
         method = getattr(spec_config, "rejection_sample_method", None)
         if settings.mode == "replace" and method == "fly" and device is not None and device.type == "cpu":
             # vLLM refuses FLy on a CPU, for its Triton kernels, and uses the device for synthetic acceptance only.
@@ -204,6 +244,22 @@ def _fly_fields(settings: Settings, spec_config: Any) -> dict[str, Any]:
     return dict(
         zip(_FLY_PARAMETERS, (config.window_size, float(config.entropy_threshold), config.entropy_top_k), strict=True)
     )
+
+
+def _speculation(spec_config: Any) -> dict[str, Any]:
+    """What the meta data of a trace says about drafting, as far as vLLM's configuration has it."""
+    top_k = getattr(spec_config, "fly_entropy_top_k", None) or 3
+    if getattr(spec_config, "rejection_sample_method", None) == "fly" and top_k > 8:
+        raise ValueError(
+            f"fly_entropy_top_k must be at most 8 with FLY_JAX_VLLM=record, since a trace holds that many "
+            f"probabilities, got {top_k}"
+        )
+    model = getattr(getattr(spec_config, "target_model_config", None), "model", None)
+    return {
+        "num_speculative_tokens": getattr(spec_config, "num_speculative_tokens", None) or 1,
+        "drafter": getattr(spec_config, "method", None),
+        "model": model,
+    }
 
 
 def _with_fly(original: Callable[..., Any]) -> Callable[..., Any]:

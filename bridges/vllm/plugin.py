@@ -43,7 +43,11 @@ def register() -> None:
     hooked = hooks.install(settings)
     # vLLM runs this in every process; one line is enough.
     if hooked and multiprocessing.parent_process() is None:
-        what = {"replace": "decides in JAX", "crosscheck": "decides as always, JAX runs beside it"}[settings.mode]
+        what = {
+            "replace": "decides in JAX",
+            "crosscheck": "decides as always, JAX runs beside it",
+            "record": "decides as always, a trace is recorded",
+        }[settings.mode]
         logger.warning(
             "fly_jax %s: speculative verification of vLLM %s %s (hooked: %s). FLy itself is %s; it is lossy: where it "
             "is on, texts may differ from what the target alone would write.",
@@ -89,7 +93,7 @@ def _check_fly_variables(settings: settings_lib.Settings, version: tuple[int, in
         raise ValueError(f"{variable} is for vLLM before 0.33; vLLM {text} reads {name} from its speculative_config")
     if settings.mode != "replace":
         raise ValueError(
-            f"{variable} needs FLY_JAX_VLLM=replace: in a cross-check vLLM decides, and vLLM {text} has no FLy"
+            f"{variable} needs FLY_JAX_VLLM=replace: with {settings.mode} vLLM decides, and vLLM {text} has no FLy"
         )
 
 

@@ -188,6 +188,22 @@ def draw_step(
     )
 
 
+def draw_uniform(
+    num_draft_tokens: list[int],
+    device: torch.device,
+    generators: Mapping[int, torch.Generator],
+    default_generator: torch.Generator | None = None,
+) -> torch.Tensor:
+    """The part of `draw_noise` that acceptance needs, which is drawn first: `[N]` float64."""
+    uniform = torch.rand((sum(num_draft_tokens),), dtype=torch.float64, device=device, generator=default_generator)
+    start = 0
+    for request, num_drafts in enumerate(num_draft_tokens):
+        if num_drafts > 0 and request in generators:
+            uniform[start : start + num_drafts].uniform_(generator=generators[request])
+        start += num_drafts
+    return uniform
+
+
 def draw_noise(
     num_draft_tokens: list[int],
     target_logits: torch.Tensor,
@@ -201,12 +217,7 @@ def draw_noise(
       `uniform` `[N]` float64, and `exponential` `[B', V]` float32 of which the first B rows count.
     """
     device, num_requests = target_logits.device, len(num_draft_tokens)
-    uniform = torch.rand((sum(num_draft_tokens),), dtype=torch.float64, device=device, generator=default_generator)
-    start = 0
-    for request, num_drafts in enumerate(num_draft_tokens):
-        if num_drafts > 0 and request in generators:
-            uniform[start : start + num_drafts].uniform_(generator=generators[request])
-        start += num_drafts
+    uniform = draw_uniform(num_draft_tokens, device, generators, default_generator)
     # Allocated at the size it crosses with: padding it later would copy [B, V].
     exponential = torch.empty(
         (request_bucket(num_requests), target_logits.shape[1]), dtype=torch.float32, device=device
@@ -309,21 +320,14 @@ def _verify(
     *,
     num_positions: int,
 ) -> tuple[Verification, Array]:
-    position = jnp.arange(num_positions + 1, dtype=jnp.int32)[None]
-    start = jnp.cumsum(num_draft_tokens) - num_draft_tokens
-    row_index = jnp.where(position < num_draft_tokens[:, None], start[:, None] + position, -1)
-
-    def per_request(rows: Array, fill: float) -> Array:
-        """`[N]` as `[B, K]`."""
-        return jnp.where(row_index[:, :-1] >= 0, rows[row_index[:, :-1]], jnp.asarray(fill, rows.dtype))
-
+    row_index = row_index_of(num_draft_tokens, num_positions)
     noise = None
     if uniform is not None and exponential is not None:
-        noise = VerifyNoise(per_request(uniform, 1.0), gumbel=-jnp.log(exponential))
+        noise = VerifyNoise(per_request(row_index, uniform, 1.0), gumbel=-jnp.log(exponential))
     verification = fly_verify_rows(
         target_logits,
         row_index,
-        per_request(draft_token_ids, -1),
+        per_request(row_index, draft_token_ids, -1),
         config=config,
         num_draft_tokens=num_draft_tokens,
         draft_probs=draft_probs,
@@ -334,3 +338,15 @@ def _verify(
     )
     totals = (verification.num_accepted, verification.deferred, verification.invalid)
     return verification, jnp.stack([jnp.sum(each, dtype=jnp.int32) for each in totals])
+
+
+def row_index_of(num_draft_tokens: Array, num_positions: int) -> Array:
+    """`[B, K + 1]` int32: which row scores which draft; -1 past a request's drafts."""
+    position = jnp.arange(num_positions + 1, dtype=jnp.int32)[None]
+    start = jnp.cumsum(num_draft_tokens) - num_draft_tokens
+    return jnp.where(position < num_draft_tokens[:, None], start[:, None] + position, -1)
+
+
+def per_request(row_index: Array, rows: Array, fill: float) -> Array:
+    """`rows` `[N]` as `[B, K]`, `fill` past a request's drafts."""
+    return jnp.where(row_index[:, :-1] >= 0, rows[row_index[:, :-1]], jnp.asarray(fill, rows.dtype))

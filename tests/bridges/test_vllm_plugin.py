@@ -27,7 +27,7 @@ def test_the_plugin_is_off_unless_asked(value):
 @pytest.mark.parametrize(
     ("environment", "words"),
     [
-        ({"FLY_JAX_VLLM": "on"}, "FLY_JAX_VLLM must be replace or crosscheck"),
+        ({"FLY_JAX_VLLM": "on"}, "FLY_JAX_VLLM must be replace, crosscheck or record"),
         ({"FLY_JAX_VLLM": "replace", "FLY_JAX_FLY_WINDOW_SIZE": "six"}, "FLY_JAX_FLY_WINDOW_SIZE must be an integer"),
         (
             {"FLY_JAX_VLLM": "replace", "FLY_JAX_FLY_ENTROPY_THRESHOLD": "x"},
@@ -41,6 +41,7 @@ def test_the_plugin_is_off_unless_asked(value):
         ({"FLY_JAX_VLM": "replace"}, "FLY_JAX_VLM is not a variable of fly_jax"),
         ({"FLY_JAX_REJECTION_SAMPLE_METHOD": "fly"}, "has no effect without FLY_JAX_VLLM=replace"),
         ({"FLY_JAX_VLLM": "crosscheck", "FLY_JAX_VLLM_RECORDS": "-1"}, "FLY_JAX_VLLM_RECORDS must be at least 0"),
+        ({"FLY_JAX_VLLM": "record", "FLY_JAX_VLLM_RECORD_ROWS": "0"}, "FLY_JAX_VLLM_RECORD_ROWS must be at least 1"),
     ],
 )
 def test_wrong_variables_are_named(environment, words):
@@ -373,6 +374,7 @@ def test_an_error_in_the_bridge_is_not_swallowed(vllm, monkeypatch):
         raise RuntimeError("out of luck")
 
     monkeypatch.setattr(v1, "verify", broken)
+    monkeypatch.setattr(v1, "crossed", broken)
     for mode in settings.MODES:
         module = vllm(mode)
         with pytest.raises(RuntimeError, match="out of luck"):

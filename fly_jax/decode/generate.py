@@ -41,7 +41,7 @@ class Generation:
       num_cycles: target steps after prefill until the text was done.
       prefill_seconds: time of filling the caches with the prompts of the batch: the same for all of its texts.
       decode_seconds: time of the cycles of the batch until its last text was done: the same for all of its texts.
-      finish_reason: "stop" at an end-of-sequence token, "length" at the limit.
+      finish_reason: "stop" at an end-of-sequence token or where `should_stop` said so, "length" at the limit.
     """
 
     token_ids: tuple[int, ...]
@@ -167,6 +167,7 @@ class Generator:
         batch_size: int | None = None,
         on_tokens: Callable[[int], None] | None = None,
         on_trace: Callable[[TraceRows, np.ndarray], None] | None = None,
+        should_stop: Callable[[Sequence[int]], bool] | None = None,
     ) -> list[Generation]:
         """Decodes prompts of any lengths together; each advances by what it accepts, until all are done.
 
@@ -185,6 +186,7 @@ class Generator:
           on_tokens: called after each cycle with the number of tokens so far, of all texts.
           on_trace: called after each cycle with what a trace holds of it and `[batch_size]` bool, which requests took
             part. Recording costs another look at the logits: None does without.
+          should_stop: called after each cycle with the tokens of each text that would go on; True ends it.
 
         Returns:
           One text for each prompt, in their order.
@@ -217,6 +219,8 @@ class Generator:
             for i in np.flatnonzero(active):
                 emitted = output.token_ids[i, : output.num_tokens[i]].tolist()
                 texts[i].extend(emitted, output.deferred[i].tolist(), eos_token_ids)
+                if should_stop is not None and texts[i].finish_reason is None and should_stop(texts[i].token_ids):
+                    texts[i].finish_reason = "stop"
                 active[i] = texts[i].finish_reason is None
             if on_tokens is not None:
                 on_tokens(sum(len(text.token_ids) for text in texts))

@@ -123,13 +123,15 @@ class DecoderLayer(nnx.Module):
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """x [B, T, D], positions [B, T], rotation [2, B, T, head_dim / 2], one layer's cache -> (x, keys, values)."""
         query, key, value = self._project(x, rotation)
-        key, value = key.astype(keys.dtype), value.astype(values.dtype)
-        attended = _attend(query, key, value, keys, values, positions[:, 0])
-        x = x + _matmul(attended, self.attention_output[...])
+        # Written before it is read, so that it is written in place; the barrier keeps XLA CPU from fusing the write
+        # into both readers. Either way around it would copy the whole cache.
+        keys = jax.lax.optimization_barrier(_write_rows(keys, key.astype(keys.dtype), positions))
+        values = jax.lax.optimization_barrier(_write_rows(values, value.astype(values.dtype), positions))
+        x = x + _matmul(_attend(query, keys, values, positions), self.attention_output[...])
         gate_up = _matmul(_rms_norm(x, self.mlp_norm[...], self.config.rms_norm_eps), self.gate_up[...])
         gate, up = jnp.split(gate_up, 2, axis=-1)
         x = x + _matmul(jax.nn.silu(gate) * up, self.down[...])
-        return x, _write_rows(keys, key, positions), _write_rows(values, value, positions)
+        return x, keys, values
 
     def _project(self, x: jax.Array, rotation: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         config = self.config
@@ -168,8 +170,8 @@ class Decoder(nnx.Module):
 
         Token `t` of request `b` stands at position `cache.length[b] + t`, where its keys and values are written; it
         attends to all positions up to its own. The returned cache has the same `length`: the caller advances it by
-        the tokens it keeps, and rejected ones are overwritten later. A position `>= L` is not written, so only this
-        step sees it. A token id outside the vocabulary serves as padding: what is computed for it means nothing.
+        the tokens it keeps, and rejected ones are overwritten later. A position `>= L` is not written, and what is
+        computed for it means nothing. A token id outside the vocabulary serves as padding: what is computed for it means nothing.
 
         Args:
             token_ids: [B, T] int32.
@@ -286,38 +288,27 @@ def _write_rows(cache: jax.Array, rows: jax.Array, positions: jax.Array) -> jax.
     return cache.at[batch, :, positions].set(rows, mode="drop", unique_indices=True)
 
 
-def _attend(
-    query: jax.Array, new_keys: jax.Array, new_values: jax.Array, keys: jax.Array, values: jax.Array, length: jax.Array
-) -> jax.Array:
-    """Causal grouped-query attention of T new tokens to the first `length` [B] of the cache and to one another.
-
-    The cache is read as it was before the step. Were the new rows written first, XLA CPU would fuse the write into
-    both readers and copy the whole cache for each.
+def _attend(query: jax.Array, keys: jax.Array, values: jax.Array, positions: jax.Array) -> jax.Array:
+    """Causal grouped-query attention of T new tokens to the cache, in which they are already.
 
     Args:
         query: [B, T, num_heads, head_dim] float32.
-        new_keys, new_values: [B, T, num_kv_heads, head_dim].
         keys, values: [B, num_kv_heads, L, head_dim].
-        length: [B] int32.
+        positions: [B, T] int32; each attends up to its own.
 
     Returns:
         [B, T, num_heads * head_dim] float32.
     """
     batch_size, num_tokens, num_heads, head_dim = query.shape
     num_kv_heads, max_length = keys.shape[1:3]
-    new_keys, new_values = new_keys.swapaxes(1, 2), new_values.swapaxes(1, 2)
     # Query heads of one key/value head share its matrix product: [B, num_kv_heads, T, group, head_dim].
     query = (query * head_dim**-0.5).astype(keys.dtype)
     query = query.reshape(batch_size, num_tokens, num_kv_heads, -1, head_dim).swapaxes(1, 2)
-    in_cache = jnp.arange(max_length, dtype=jnp.int32)[None, :] < length[:, None]
-    causal = jnp.tri(num_tokens, dtype=bool)
-    old_scores = _scores(query, keys, in_cache[:, None, None, None, :])
-    new_scores = _scores(query, new_keys, causal[None, None, :, None, :])
-    # One softmax over both blocks, its division left to the end.
-    peak = jnp.maximum(jnp.max(old_scores, -1, keepdims=True), jnp.max(new_scores, -1, keepdims=True))
-    old_weights, new_weights = jnp.exp(old_scores - peak), jnp.exp(new_scores - peak)
-    total = jnp.sum(old_weights, -1, keepdims=True) + jnp.sum(new_weights, -1, keepdims=True)
-    output = (_weighted(old_weights, values) + _weighted(new_weights, new_values)) / total
+    visible = jnp.arange(max_length, dtype=jnp.int32)[None, None, :] <= positions[:, :, None]
+    scores = _scores(query, keys, visible[:, None, :, None, :])
+    # The division of the softmax is left to the end.
+    weights = jnp.exp(scores - jnp.max(scores, -1, keepdims=True))
+    output = _weighted(weights, values) / jnp.sum(weights, -1, keepdims=True)
     return output.swapaxes(1, 2).reshape(batch_size, num_tokens, num_heads * head_dim)
 
 

@@ -1,0 +1,283 @@
+"""The model `fly_jax`: what the harness asks of a model, answered by `Generator` and `loglikelihood_batch`."""
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.models.utils import postprocess_generated_text
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from tqdm import tqdm
+
+from fly_jax.bridges.lm_eval.options import GenerationSettings, Options
+from fly_jax.decode import command
+from fly_jax.decode.comparison import Figures
+from fly_jax.decode.errors import ModelError
+from fly_jax.decode.generate import Generation, Generator
+from fly_jax.decode.loglikelihood import capacity, loglikelihood_batch
+from fly_jax.decode.report import figures_fields, versions
+from fly_jax.metrics import AcceptanceCounts
+from fly_jax.processing import SamplingParams
+
+# A child of the harness's logger, which shows what it logs.
+logger = logging.getLogger("lm_eval.fly_jax")
+
+
+@register_model("fly_jax")
+class FlyJaxLM(TemplateLM):
+    """Decodes with standard or FLy verification, or target-only; scores with the target.
+
+    A prompt too long for the context loses its beginning, with a warning.
+    """
+
+    def __init__(self, device: str | None = None, **options: Any) -> None:
+        """Loads the models.
+
+        Args:
+          device: ignored, because the harness always names one; JAX chooses, see `JAX_PLATFORMS`.
+          **options: see `Options`.
+
+        Raises:
+          ModelError: an option is wrong, or a model cannot be read.
+        """
+        super().__init__()
+        self.options = Options.from_model_args(options)
+        fields = dataclasses.asdict(self.options)
+        self._config = None
+        if self.options.rejection_sample_method == "fly":
+            self._config = command.fly_config(fields)
+            logger.warning("FLy is lossy: its text may differ from what the target alone would write.")
+        self._loaded = command.load(self.options.model, _report)
+        self.tokenizer = self._loaded.tokenizer
+        self._drafter = None
+        if self.options.drafter != "none":
+            self._drafter = command.make_drafter(fields, self._loaded, _report)
+        self.max_length = self.options.max_model_len or self._loaded.config.max_position_embeddings
+        # By capacity. The largest is made now, though it may never be used, because it checks the options.
+        self._generators = {self.max_length: self._new_generator(self.max_length)}
+        self._warm: set[tuple[int, Any]] = set()
+        self._total: Figures | None = None
+
+    @property
+    def eot_token_id(self) -> int:
+        """The token that ends a text."""
+        return self._special_token_id("eos_token", min(self.tokenizer.eos_token_ids))
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What stands before a text that has no context."""
+        return self._special_token_id("bos_token", self.eot_token_id)
+
+    @property
+    def tokenizer_name(self) -> str:
+        """The model's name, as part of a file name."""
+        return self._loaded.name.replace("/", "__")
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """Token ids; by default with the first token that the model's texts begin with, if they do."""
+        if add_special_tokens is False:
+            return list(self.tokenizer.tokenizer.encode(string, add_special_tokens=False).ids)
+        return self.tokenizer.encode(string)
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """The text of a conversation; without `add_generation_prompt` it breaks off where its last message does.
+
+        Raises:
+          ModelError: the model has no template, or it refuses the messages or changes the last one.
+        """
+        text = self.tokenizer.apply_chat_template(chat_history, add_generation_prompt)
+        if add_generation_prompt:
+            return text
+        last = chat_history[-1]["content"]
+        for begun in (last, last.strip()):
+            position = text.rfind(begun)
+            if position >= 0:
+                return text[: position + len(begun)]
+        raise ModelError(
+            f"The model's chat template changes the beginning of an answer {last!r}: leave gen_prefix out."
+        )
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """One text a request, cut before the first of its stop strings."""
+        settings = [GenerationSettings.from_task(request.args[1], self.options.max_gen_toks) for request in requests]
+        prompts = [self.tok_encode(request.args[0]) or [self.prefix_token_id] for request in requests]
+        prompts = self._truncated(prompts, [self.max_length - each.max_tokens for each in settings])
+        alike: dict[GenerationSettings, list[int]] = {}
+        for i, each in enumerate(settings):
+            alike.setdefault(each, []).append(i)
+        texts = [""] * len(requests)
+        with tqdm(total=len(requests), disable=disable_tqdm, desc="Running generate_until requests") as progress:
+            for each, indices in alike.items():
+                for batch in self._batches(indices, prompts):
+                    for i, text in zip(batch, self._decode(batch, prompts, each), strict=True):
+                        texts[i] = text
+                        self.cache_hook.add_partial("generate_until", requests[i].args, text)
+                    progress.update(len(batch))
+        if self._total is not None:
+            logger.info("%s", _summary(self._total))
+        return texts
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """Nats of whole texts, in pieces of the context's length where they are longer."""
+        windows: list[tuple[None, list[int], list[int]]] = []
+        owners: list[int] = []
+        for i, request in enumerate(requests):
+            pieces = get_rolling_token_windows(
+                self.tok_encode(request.args[0]), self.prefix_token_id, max_seq_len=self.max_length, context_len=1
+            )
+            for piece in pieces:
+                windows.append((None, *make_disjoint_window(piece)))
+                owners.append(i)
+        totals = [0.0] * len(requests)
+        for i, (value, _) in zip(owners, self._loglikelihood_tokens(windows, disable_tqdm), strict=True):
+            totals[i] += value
+        for request, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What the harness writes beside its results: versions, options, and the counters of what was generated."""
+        options = {name: str(each) if each == float("inf") else each for name, each in vars(self.options).items()}
+        options |= {"model": self._loaded.name, "max_model_len": self.max_length}
+        counters = None if self._total is None else figures_fields(self._total)
+        return {"fly_jax": {"versions": versions(), "options": options, "counters": counters}}
+
+    def _loglikelihood_tokens(
+        self,
+        requests: Sequence[tuple[tuple[str, str] | None, list[int], list[int]]],
+        disable_tqdm: bool = False,
+        **kwargs: Any,
+    ) -> list[tuple[float, bool]]:
+        results = [(0.0, False)] * len(requests)
+        continuations = [each[2] for each in requests]
+        room = [self.max_length + 1 - len(each) for each in continuations]
+        contexts = self._truncated([each[1] for each in requests], room)
+        lengths = [[*context, *rest] for context, rest in zip(contexts, continuations, strict=True)]
+        with tqdm(total=len(requests), disable=disable_tqdm, desc="Running loglikelihood requests") as progress:
+            for batch in self._batches(range(len(requests)), lengths):
+                scores = loglikelihood_batch(
+                    self._loaded.decoder,
+                    [(contexts[i], continuations[i]) for i in batch],
+                    batch_size=self.options.batch_size,
+                )
+                for i, score in zip(batch, scores, strict=True):
+                    results[i] = score.value, score.is_greedy
+                    if (key := requests[i][0]) is not None:
+                        self.cache_hook.add_partial("loglikelihood", key, results[i])
+                progress.update(len(batch))
+        return results
+
+    def _decode(
+        self, batch: Sequence[int], prompts: Sequence[Sequence[int]], settings: GenerationSettings
+    ) -> list[str]:
+        needed = max(len(prompts[i]) for i in batch) + settings.max_tokens
+        generator = self._warm_generator(capacity(needed, self.max_length), settings.sampling)
+        end_token_ids = self.tokenizer.eos_token_ids | self._stop_token_ids(settings.until)
+        generations = generator.generate_batch(
+            [prompts[i] for i in batch],
+            config=self._config,
+            sampling=settings.sampling,
+            max_tokens=settings.max_tokens,
+            eos_token_ids=end_token_ids,
+            seed=[(self.options.seed + i) % 2**32 for i in batch],
+            batch_size=self.options.batch_size,
+            should_stop=functools.partial(self._has_stop, settings.until) if settings.until else None,
+        )
+        self._count(generations)
+        texts = []
+        for generation in generations:
+            token_ids = [each for each in generation.token_ids if each not in end_token_ids]
+            texts.append(postprocess_generated_text(self.tokenizer.decode(token_ids), list(settings.until), None))
+        return texts
+
+    def _has_stop(self, until: Sequence[str], token_ids: Sequence[int]) -> bool:
+        # A token is at least a byte, so a stop string that a cycle completed lies within these last ones.
+        last = self.options.num_speculative_tokens + 1 + max(len(each.encode()) for each in until)
+        text = self.tokenizer.decode(token_ids[-last:])
+        return any(each in text for each in until)
+
+    def _stop_token_ids(self, until: Sequence[str]) -> frozenset[int]:
+        """Special tokens among the stop strings: they leave no text to be found in."""
+        added = self.tokenizer.tokenizer.get_added_tokens_decoder()
+        return frozenset(token_id for token_id, token in added.items() if token.special and token.content in until)
+
+    def _batches(self, indices: Sequence[int], texts: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Texts of similar length together, the longest first, so that what needs most memory fails at once."""
+        ordered = sorted(indices, key=lambda i: -len(texts[i]))
+        size = self.options.batch_size
+        return [ordered[begin : begin + size] for begin in range(0, len(ordered), size)]
+
+    def _truncated(self, texts: Sequence[list[int]], room: Sequence[int]) -> list[list[int]]:
+        """The ends of the texts that do not fit.
+
+        Raises:
+          ModelError: there is room for nothing.
+        """
+        if room and min(room) < 1:
+            raise ModelError(
+                f"What is generated or scored leaves no room for a prompt in max_model_len={self.max_length}: "
+                f"raise that by at least {1 - min(room)}, or lower max_gen_toks."
+            )
+        too_long = sum(len(text) > most for text, most in zip(texts, room, strict=True))
+        if too_long:
+            logger.warning(
+                "%d of %d prompts are cut at their beginning: they do not fit max_model_len=%d.",
+                too_long,
+                len(texts),
+                self.max_length,
+            )
+        return [text[-most:] for text, most in zip(texts, room, strict=True)]
+
+    def _warm_generator(self, max_model_len: int, sampling: SamplingParams) -> Generator:
+        """One of this capacity, compiled, so that the counted times are those of decoding."""
+        if max_model_len not in self._generators:
+            self._generators[max_model_len] = self._new_generator(max_model_len)
+        generator = self._generators[max_model_len]
+        kind = max_model_len, jax.tree.structure(sampling)
+        if kind not in self._warm:
+            logger.info("compiling for %d tokens and %d requests", max_model_len, self.options.batch_size)
+            generator.warm_up(config=self._config, sampling=sampling, batch_size=self.options.batch_size)
+            self._warm.add(kind)
+        return generator
+
+    def _new_generator(self, max_model_len: int) -> Generator:
+        return Generator(self._loaded.decoder, drafter=self._drafter, max_model_len=max_model_len)
+
+    def _special_token_id(self, name: str, otherwise: int) -> int:
+        token = self.tokenizer.special_tokens.get(name)
+        token_id = None if token is None else self.tokenizer.tokenizer.token_to_id(token)
+        return otherwise if token_id is None else token_id
+
+    def _count(self, generations: Sequence[Generation]) -> None:
+        """Adds a batch to the counters; its times are those of the batch."""
+        total = self._total
+        counts: AcceptanceCounts = generations[0].counts if total is None else total.counts + generations[0].counts
+        for each in generations[1:]:
+            counts = counts + each.counts
+        self._total = Figures(
+            num_tokens=sum(len(each.token_ids) for each in generations) + (total.num_tokens if total else 0),
+            num_cycles=sum(each.num_cycles for each in generations) + (total.num_cycles if total else 0),
+            prefill_seconds=generations[0].prefill_seconds + (total.prefill_seconds if total else 0.0),
+            decode_seconds=generations[0].decode_seconds + (total.decode_seconds if total else 0.0),
+            num_differing=None,
+            num_deferred=sum(sum(each.deferred) for each in generations) + (total.num_deferred if total else 0),
+            counts=counts,
+        )
+
+
+def _summary(total: Figures) -> str:
+    return (
+        f"generated {total.num_tokens} tokens: {total.tokens_per_cycle:.2f} tokens/cycle, "
+        f"acceptance rate {float(total.counts.acceptance_rate()):.2f}, {total.num_deferred} deferrals, "
+        f"{total.tokens_per_second:.1f} tokens/s of decoding"
+    )
+
+
+def _report(label: str, fraction: float) -> None:
+    if fraction == 0.0:
+        logger.info("%s", label)

@@ -1,0 +1,211 @@
+"""What an evaluation found, as a JSON document and as Markdown."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fly_jax.evaluation.run import STANDARD, TARGET_ONLY
+from fly_jax.evaluation.statistics import Interval, Quality, Speed, quality, speed
+from fly_jax.evaluation.tasks import Task
+
+LOSSY = (
+    "FLy is lossy: read its speed together with retention and its interval. Intervals are 95% bootstrap intervals over "
+    "tasks (accuracy, retention) or batches (speed)."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Findings:
+    """The figures of an evaluation.
+
+    Attributes:
+      modes: their names, target-only first.
+      quality: by batch size and mode.
+      speed: by batch size and mode.
+      num_done: units finished.
+      num_planned: units in all.
+    """
+
+    modes: Sequence[str]
+    quality: Mapping[int, Mapping[str, Quality]]
+    speed: Mapping[int, Mapping[str, Speed]]
+    num_done: int
+    num_planned: int
+
+    @property
+    def first(self) -> Mapping[str, Quality]:
+        """The quality at the batch size measured first."""
+        return next(iter(self.quality.values()))
+
+
+def findings(
+    records: Sequence[Mapping[str, Any]], modes: Sequence[str], tasks: Sequence[Task], num_planned: int, *, greedy: bool
+) -> Findings:
+    """The figures of the finished units, at least one."""
+    families = {task.name: task.family for task in tasks}
+    by_size: dict[int, list[Mapping[str, Any]]] = {}
+    for record in records:
+        by_size.setdefault(record["unit"][0], []).append(record)
+    return Findings(
+        modes,
+        {
+            size: {mode: quality(each, mode, families, greedy=greedy) for mode in modes}
+            for size, each in by_size.items()
+        },
+        {size: {mode: speed(each, mode, STANDARD) for mode in modes} for size, each in by_size.items()},
+        len(records),
+        num_planned,
+    )
+
+
+def document(found: Findings, config: Mapping[str, Any], versions: Mapping[str, str]) -> dict[str, Any]:
+    """Everything measured, ready for `json.dumps`."""
+
+    def fields(by_size: Mapping[int, Mapping[str, Any]]) -> list[dict[str, Any]]:
+        return [
+            {"batch_size": size, "mode": mode, **dataclasses.asdict(each)}
+            for size, by_mode in by_size.items()
+            for mode, each in by_mode.items()
+        ]
+
+    return {
+        "versions": dict(versions),
+        "config": dict(config),
+        "complete": found.num_done == found.num_planned,
+        "num_batches_done": found.num_done,
+        "num_batches_planned": found.num_planned,
+        "lossy_modes": [mode for mode in found.modes if mode not in (TARGET_ONLY, STANDARD)],
+        "quality": fields(found.quality),
+        "speed": fields(found.speed),
+    }
+
+
+def markdown(found: Findings, config: Mapping[str, Any], versions: Mapping[str, str]) -> str:
+    """The report to read."""
+    done = ""
+    if found.num_done < found.num_planned:
+        done = f" **Unfinished: {found.num_done} of {found.num_planned} batches.**"
+    size, by_mode = next(iter(found.quality.items()))
+    sections = [
+        f"# FLy on {config['model']}",
+        f"{_drafting(config)}; {by_mode[TARGET_ONLY].num_tasks} tasks ({config['tasks']}), at most "
+        f"{config['max_tokens']} tokens each; {_sampling(config)}; {versions['platform']}, "
+        f"Python {versions['python']}, jax {versions['jax']}.{done}",
+        LOSSY,
+        f"## What it writes (batch size {size})",
+        _table(["", *found.modes], _quality_rows(found)),
+        "lost, won: tasks that target-only solves and the mode does not, and the reverse. changed texts: not "
+        "target-only's, token for token. repetition: share of repeated 4-grams in a text.",
+        "## How fast it is",
+        *_speed_tables(found),
+        "tokens/s: of decoding, all requests of a batch together, without prefill and compilation. Total time: prefill "
+        "included, below 1 is faster.",
+        "## In the columns of FLy's authors",
+        _table(_AUTHORS_COLUMNS, _authors_rows(found, config, versions)),
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Writes a file whole or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_bytes(data)
+    partial.replace(path)
+
+
+_AUTHORS_COLUMNS = (
+    "accelerator",
+    "target / draft",
+    "method",
+    "K",
+    "workload",
+    "batch",
+    "speed over standard",
+    "retention",
+)
+
+
+def _quality_rows(found: Findings) -> list[list[str]]:
+    shown: dict[str, Callable[[Quality], str]] = {
+        "accuracy": lambda each: _percent(each.accuracy),
+        "retention": lambda each: "-" if each.retention is None else _percent(each.retention),
+        "lost, won": lambda each: f"{each.num_lost}, {each.num_won}",
+        "changed texts": lambda each: "-" if each.changed is None else f"{each.changed:.0%}",
+        "repetition": lambda each: f"{each.repetition:.1%}",
+        "tokens a cycle": lambda each: f"{each.tokens_per_cycle:.2f}",
+        "drafts kept": lambda each: "-" if each.acceptance_rate is None else f"{each.acceptance_rate:.0%}",
+        "deferrals, 100 tokens": lambda each: f"{each.deferrals:.1f}",
+    }
+    rows = [[label, *(show(found.first[mode]) for mode in found.modes)] for label, show in shown.items()]
+    for family, count in found.first[TARGET_ONLY].num_by_family.items():
+        accuracy = [f"{found.first[mode].accuracy_by_family[family]:.0%}" for mode in found.modes]
+        rows.append([f"accuracy: {family} ({count})", *accuracy])
+    return rows
+
+
+def _speed_tables(found: Findings) -> list[str]:
+    speculative = [mode for mode in found.modes if mode != TARGET_ONLY]
+    lossy = [mode for mode in speculative if mode != STANDARD]
+
+    def table(title: str, modes: Sequence[str], show: Callable[[Speed], str]) -> str:
+        rows = [[str(size), *(show(by_mode[mode]) for mode in modes)] for size, by_mode in found.speed.items()]
+        return f"{title}:\n\n{_table(['batch size', *modes], rows)}"
+
+    return [
+        table("tokens/s", found.modes, lambda each: f"{each.tokens_per_second:.1f}"),
+        table("tokens/s over target-only", speculative, lambda each: _times(each.over_target_only)),
+        table("tokens/s over standard", lossy, lambda each: _times(each.over_standard)),
+        table("total time over standard", [TARGET_ONLY, *lossy], lambda each: f"{each.total_over_standard:.2f}"),
+    ]
+
+
+def _authors_rows(found: Findings, config: Mapping[str, Any], versions: Mapping[str, str]) -> list[list[str]]:
+    sizes = list(found.speed)
+    rows = []
+    for mode in found.modes:
+        if mode in (TARGET_ONLY, STANDARD):
+            continue
+        ratios = [found.speed[size][mode].over_standard.value for size in sizes]
+        retention = found.first[mode].retention
+        rows.append(
+            [
+                versions["platform"],
+                f"{config['model']} / {config['draft_model'] or config['drafter']}",
+                mode,
+                str(config["num_speculative_tokens"]),
+                f"{config['tasks']}, {found.first[mode].num_tasks} tasks",
+                ", ".join(map(str, sizes)),
+                f"{min(ratios):.3f}-{max(ratios):.3f}",
+                "-" if retention is None else _percent(retention),
+            ]
+        )
+    return rows
+
+
+def _drafting(config: Mapping[str, Any]) -> str:
+    draft = f" ({config['draft_model']})" if config["draft_model"] else ""
+    return f"Drafts by {config['drafter']}{draft}, K={config['num_speculative_tokens']}"
+
+
+def _sampling(config: Mapping[str, Any]) -> str:
+    if config["temperature"] == 0:
+        return "greedy"
+    return f"temperature {config['temperature']}, seeds {', '.join(map(str, config['seeds']))}"
+
+
+def _percent(each: Interval) -> str:
+    if each.low is None or each.high is None:
+        return f"{each.value:.1%}"
+    return f"{each.value:.1%} ({each.low:.1%} to {each.high:.1%})"
+
+
+def _times(each: Interval) -> str:
+    if each.low is None or each.high is None or each.low == each.high:
+        return f"{each.value:.2f}x"
+    return f"{each.value:.2f}x ({each.low:.2f} to {each.high:.2f})"
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)

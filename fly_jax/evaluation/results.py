@@ -1,0 +1,133 @@
+"""What an evaluation has finished so far: a file that a stopped run goes on with.
+
+`results.jsonl` is JSON lines. The first is the header: `format`, `config` (the options that decide results), `tasks` (a
+digest of them) and `versions`. Each other line is one unit (`fly_jax.evaluation.run.Unit`), decoded in every mode:
+
+- `unit`: batch size, seed, index of the first task.
+- `modes`: by name; each has `prefill_seconds`, `decode_seconds`, `num_tokens` and `num_cycles` (of all requests of the
+  batch), `drafted_per_position`, `accepted_per_position`, `deferred_per_position` (of the scored requests), and
+  `texts`, one for each scored request: `task`, `score`, `text`, `token_ids`, `num_deferred`, `num_cycles`,
+  `finish_reason`.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fly_jax.decode.errors import ModelError
+from fly_jax.evaluation.tasks import Task
+
+FORMAT = "fly-jax eval 1"
+FILE = "results.jsonl"
+
+
+@dataclasses.dataclass(frozen=True)
+class ResultFile:
+    """An open results file.
+
+    Attributes:
+      path: of the file.
+      records: units finished before, and since.
+    """
+
+    path: Path
+    records: list[dict[str, Any]]
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Adds a finished unit; it is on the disk when this returns."""
+        _write_line(self.path, record, "a")
+        self.records.append(dict(record))
+
+    def has(self, key: Sequence[int]) -> bool:
+        """Whether the unit is finished."""
+        return any(record["unit"] == list(key) for record in self.records)
+
+
+def open_results(
+    folder: Path, *, config: Mapping[str, Any], tasks: Sequence[Task], versions: Mapping[str, str], resume: bool
+) -> ResultFile:
+    """Starts a results file in `folder`, or opens the one that is there.
+
+    Args:
+      folder: made if it is missing.
+      config: the options that decide results, as JSON has them.
+      tasks: what is evaluated.
+      versions: of what results depend on.
+      resume: whether to go on with a file that is there.
+
+    Raises:
+      ModelError: there is a file and `resume` is False, or the file is of another run.
+    """
+    path = folder / FILE
+    header = {"format": FORMAT, "config": dict(config), "tasks": digest(tasks), "versions": dict(versions)}
+    if not path.exists():
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            _write_line(path, header, "x")
+        except OSError as error:
+            raise ModelError(f"--output {folder} cannot be written to: {error}.") from error
+        return ResultFile(path, [])
+    if not resume:
+        raise ModelError(f"{path} is there already: pass --resume to go on with it, or name another --output.")
+    found, *records = _read(path)
+    # As JSON gives it back: tuples are lists there.
+    _check_same(path, found, json.loads(json.dumps(header)))
+    return ResultFile(path, records)
+
+
+def read_results(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The header and the units of a results file.
+
+    Raises:
+      ModelError: there is none, or it is no results file.
+    """
+    header, *records = _read(folder / FILE)
+    return header, records
+
+
+def digest(tasks: Sequence[Task]) -> str:
+    """Tells one list of tasks from another."""
+    text = json.dumps([dataclasses.asdict(task) for task in tasks], sort_keys=True, default=list)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error}.") from error
+    # A line without its end was being written when the machine stopped.
+    whole = data[: data.rfind(b"\n") + 1]
+    if len(whole) < len(data):
+        path.write_bytes(whole)
+    try:
+        lines = [json.loads(line) for line in whole.splitlines()]
+    except ValueError as error:
+        raise ModelError(f"{path} is damaged: {error}. Name another --output.") from error
+    if not lines or not isinstance(lines[0], dict) or lines[0].get("format") != FORMAT:
+        raise ModelError(f"{path} is no results file of this version of fly-jax eval. Name another --output.")
+    return lines
+
+
+def _check_same(path: Path, found: Mapping[str, Any], header: Mapping[str, Any]) -> None:
+    for part in ("config", "versions"):
+        for name in sorted({*found[part], *header[part]}):
+            before, now = found[part].get(name), header[part].get(name)
+            if before != now:
+                raise ModelError(
+                    f"--resume: {path} was made with {name} {before!r}, now it is {now!r}. "
+                    "Use the same, or start anew with another --output."
+                )
+    if found["tasks"] != header["tasks"]:
+        raise ModelError(f"--resume: {path} is of other tasks. Start anew with another --output.")
+
+
+def _write_line(path: Path, record: Mapping[str, Any], mode: str) -> None:
+    with path.open(mode, encoding="utf-8") as file:
+        file.write(json.dumps(record, allow_nan=False) + "\n")
+        file.flush()
+        os.fsync(file.fileno())

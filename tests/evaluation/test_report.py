@@ -1,0 +1,72 @@
+"""The report of an evaluation, as it is read."""
+
+import pytest
+from records import MODES, one_by_one, tasks
+
+from fly_jax.evaluation.plots import has_matplotlib, pictures
+from fly_jax.evaluation.report import document, findings, markdown
+
+CONFIG = {
+    "model": "Tiny",
+    "draft_model": None,
+    "drafter": "ngram",
+    "num_speculative_tokens": 2,
+    "tasks": "built-in, report",
+    "max_tokens": 8,
+    "temperature": 0.0,
+    "seeds": [0],
+}
+VERSIONS = {"python": "3.11", "jax": "0.10", "platform": "cpu (cpu)"}
+
+
+def found(num_planned=4):
+    records = one_by_one([1, 1, 0, 1], fly=[1, 0, 0, 1])
+    return findings(records, MODES, tasks(4), num_planned, greedy=True)
+
+
+def test_the_tables_hold_the_figures():
+    lines = markdown(found(), CONFIG, VERSIONS).splitlines()
+    cells = {row[0]: row[1:] for row in (line.strip("| ").split(" | ") for line in lines if line.startswith("| "))}
+    assert [each.split(" (")[0] for each in cells["accuracy"]] == ["75.0%", "75.0%", "50.0%"]
+    assert [each.split(" (")[0] for each in cells["retention"]] == ["100.0%", "100.0%", "66.7%"]
+    assert cells["lost, won"] == ["0, 0", "0, 0", "1, 0"]
+    assert cells["changed texts"] == ["0%", "0%", "100%"]
+    assert cells["tokens a cycle"] == ["1.00", "2.00", "2.00"]
+    assert cells["drafts kept"] == ["-", "75%", "75%"]
+    assert cells["deferrals, 100 tokens"] == ["0.0", "0.0", "25.0"]
+    assert cells["accuracy: odd (2)"] == ["100%", "100%", "50%"]
+    rows = [line for line in lines if line.startswith("| 1 |")]
+    assert rows == [
+        "| 1 | 1.0 | 1.9 | 4.0 |",
+        "| 1 | 1.93x (1.86 to 2.00) | 4.00x |",
+        "| 1 | 2.08x (2.00 to 2.15) |",
+        "| 1 | 1.75 | 0.58 |",
+    ]
+    authors = "| cpu (cpu) | Tiny / ngram | fly | 2 | built-in, report, 4 tasks | 1 | 2.075-2.075 | 66.7% ("
+    assert any(line.startswith(authors) for line in lines)
+    assert any("FLy is lossy" in line for line in lines)
+
+
+def test_an_unfinished_run_says_so():
+    assert "**Unfinished: 4 of 9 batches.**" in markdown(found(9), CONFIG, VERSIONS)
+    assert document(found(9), CONFIG, VERSIONS)["complete"] is False
+
+
+@pytest.mark.skipif(not has_matplotlib(), reason="needs matplotlib")
+def test_the_pictures_have_axes_with_units_and_a_legend(monkeypatch):
+    from matplotlib.figure import Figure
+
+    seen = {}
+
+    def look(self, data, **arguments):
+        (panel,) = self.axes
+        seen[panel.get_ylabel()] = [text.get_text() for text in panel.get_legend().get_texts()]
+        data.write(b"picture")
+
+    monkeypatch.setattr(Figure, "savefig", look)
+    assert set(pictures(found(), "title").values()) == {b"picture"}
+    assert seen == {
+        "drafts kept / drafts proposed there": ["standard", "fly"],
+        "decoding (tokens/s, all requests together)": list(MODES),
+        "accuracy / target-only's (%)": ["standard", "fly", "target-only"],
+    }

@@ -170,8 +170,8 @@ class Decoder(nnx.Module):
 
         Token `t` of request `b` stands at position `cache.length[b] + t`, where its keys and values are written; it
         attends to all positions up to its own. The returned cache has the same `length`: the caller advances it by
-        the tokens it keeps, and rejected ones are overwritten later. A position `>= L` is not written, and what is
-        computed for it means nothing. A token id outside the vocabulary serves as padding: what is computed for it means nothing.
+        the tokens it keeps, and rejected ones are overwritten later. A position `>= L` is not written, and a token id
+        outside the vocabulary serves as padding: what is computed for either means nothing.
 
         Args:
             token_ids: [B, T] int32.

@@ -151,7 +151,11 @@ def evaluate(
     model: options.Model = None,
     drafter: options.Drafter = options.DrafterName.NGRAM,
     draft_model: options.DraftModel = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Give the model a task's prompt as it is, not as a chat.")] = False,
     batch_sizes: Annotated[str, typer.Option(help="Requests decoded together, like 1,4,8.")] = "1",
+    min_batches: Annotated[
+        int, typer.Option(min=1, help="Batches of each size, at least: tasks come again, for speed only.")
+    ] = 3,
     max_tokens: options.MaxTokens = 128,
     num_speculative_tokens: options.NumSpeculativeTokens = 16,
     fly: Annotated[

@@ -76,5 +76,9 @@ TraceFile = Annotated[
     typer.Option(help="Decode the prompts once more and record every verification here, for `fly-jax sweep`."),
 ]
 TraceModeOption = Annotated[
-    TraceMode, typer.Option(help="What decides in the trace; standard leaves the text to the target.")
+    TraceMode,
+    typer.Option(
+        help="With --trace: what decides; standard leaves the text to the target. In an evaluation fly is the first "
+        "--fly, and the first batch size and seed are recorded."
+    ),
 ]

@@ -25,8 +25,8 @@ logits for a greedy request. Rows past the stop are recorded as well. Tokens pas
 
 `meta`: `format` ("fly-jax trace"), `version` (1), `versions` (of packages), `source` (what recorded it), `config`
 (`window_size`, `entropy_threshold` in nats, `entropy_top_k`; null: standard verification, a threshold of +inf too),
-`num_speculative_tokens` (K), `model`, `drafter`, `sampling` (null where not known), `max_rows`, `num_cycles_left_out`
-(what no longer fitted).
+`num_speculative_tokens` (K), `model`, `drafter`, `sampling` (null where not known), `max_rows`, `is_full` (whether
+anything that came later was left out).
 
 The entropy of a row over any k up to 8 follows from `top_logprobs` (section 2 of the rule: not renormalised); from the
 recorded one it differs by rounding, up to about 5e-6 nats. A replay takes the recorded one where it has it. So every
@@ -55,7 +55,17 @@ DEFAULT_MAX_ROWS = 1_000_000
 FORMAT, VERSION = "fly-jax trace", 1
 
 _CYCLE_FIELDS = ("request", "cycle", "num_draft_tokens", "num_accepted")
-_META_FIELDS = ("versions", "source", "config", "num_speculative_tokens", "model", "drafter", "sampling")
+_META_FIELDS = (
+    "versions",
+    "source",
+    "config",
+    "num_speculative_tokens",
+    "model",
+    "drafter",
+    "sampling",
+    "max_rows",
+    "is_full",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +129,7 @@ class TraceWriter:
         if max_rows < 1:
             raise ValueError(f"max_rows must be at least 1, got {max_rows}")
         self.is_full = False
-        self._max_rows, self._used, self._left_out = max_rows, 0, 0
+        self._max_rows, self._used = max_rows, 0
         self._cycles: list[dict[str, np.ndarray]] = []
         self._rows: list[dict[str, np.ndarray]] = []
         self._meta: dict[str, Any] = {
@@ -146,7 +156,6 @@ class TraceWriter:
         needed = int(np.maximum(lengths, 1).sum())
         if self.is_full or self._used + needed > self._max_rows:
             self.is_full = True
-            self._left_out += len(lengths)
             return
         self._used += needed
         longest = int(lengths.max(initial=0))
@@ -173,7 +182,7 @@ class TraceWriter:
             "versions": installed_versions(),
             **self._meta,
             "max_rows": self._max_rows,
-            "num_cycles_left_out": self._left_out,
+            "is_full": self.is_full,
         }
         return Trace(self._cycles[0], self._rows[0], meta)
 

@@ -71,6 +71,8 @@ class Recorder:
         needed = int(np.maximum(rows.num_draft_tokens, 1).sum())
         if self._num_rows + needed > self._max_rows:
             self.is_full = True
+            # The writer does not take it either, and the file then says that it is full.
+            self._queue.put((rows, self._num_steps))
             self._queue.put(None)
             logger.warning(
                 "fly_jax has recorded %d rows, which is all that FLY_JAX_VLLM_RECORD_ROWS=%d allows: %s",
@@ -126,7 +128,8 @@ def recorder(settings: Settings, config: FlyConfig | None, about: Mapping[str, A
     """The recorder of this process, made at the first step, with the setting of that step."""
     key = (os.getpid(), settings.folder)
     if key not in _RECORDERS:
-        path = settings.folder / f"trace-{key[0]}.npz"
+        # A process in a container may have the same number each time it is started.
+        path = settings.folder / f"trace-{key[0]}-{time.time_ns()}.npz"
         _RECORDERS[key] = Recorder(path, config, settings.record_rows, about)
     return _RECORDERS[key]
 

@@ -31,7 +31,7 @@ logger = logging.getLogger("fly_jax")
 def generate(options: Mapping[str, Any]) -> None:
     """Runs the command with the options as given; a stopped run prints what it finished and exits with status 130."""
     from fly_jax.decode.comparison import prepare
-    from fly_jax.decode.recording import trace_writer
+    from fly_jax.decode.recording import save_trace, trace_writer
     from fly_jax.decode.report import LEGEND, document, progress_bars, prompt_table, totals_table
 
     console, out = Console(stderr=True), Console()
@@ -77,6 +77,8 @@ def generate(options: Mapping[str, Any]) -> None:
     if writer is not None and not interrupted:
         with progress_bars(console) as report:
             interrupted = not _record(writer, options, comparison, report)
+        if not interrupted:
+            save_trace(writer, options["trace"], console)
     if interrupted:
         raise SystemExit(INTERRUPTED)
 
@@ -198,8 +200,8 @@ def print_vocabularies(drafter: Drafter, console: Console) -> None:
 def _record(
     writer: TraceWriter, options: Mapping[str, Any], comparison: Comparison, report: Callable[[str, float], None]
 ) -> bool:
-    """Decodes the prompts once more and writes the trace; False if the user interrupted it, and nothing is written."""
-    from fly_jax.decode.recording import record, save_trace
+    """Decodes the prompts once more into the trace; False if the user interrupted it."""
+    from fly_jax.decode.recording import record
 
     generator, config = comparison.modes[options["trace_mode"]]
     count = len(comparison.prompts)
@@ -218,7 +220,6 @@ def _record(
         )
     except KeyboardInterrupt:
         return False
-    save_trace(writer, options["trace"])
     return True
 
 

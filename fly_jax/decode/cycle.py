@@ -129,7 +129,7 @@ def cycle(
         step=state.step + 1,
     )
     if speculate:
-        counts = _counts_per_request(verification, num_draft_tokens, active)
+        counts = _counts_per_request(verification, num_draft_tokens)
         state = dataclasses.replace(state, counts=jax.tree.map(jnp.add, state.counts, counts))
     if drafter is not None:
         state = _propose(decoder, drafter, state, sampling)
@@ -147,14 +147,15 @@ def _propose(decoder: Decoder, drafter: Drafter, state: DecodeState, sampling: S
     return dataclasses.replace(state, draft=draft, drafter_state=drafter_state, cache=cache)
 
 
-def _counts_per_request(verification: Verification, num_draft_tokens: Array, active: Array) -> AcceptanceCounts:
-    """Counts of each request for itself, nothing for one that is not active."""
+def _counts_per_request(verification: Verification, num_draft_tokens: Array) -> AcceptanceCounts:
+    """Counts of each request for itself, nothing for one without drafts: what others draft makes no difference."""
 
-    def count(verification: Verification, num_draft_tokens: Array, active: Array) -> AcceptanceCounts:
+    def count(verification: Verification, num_draft_tokens: Array) -> AcceptanceCounts:
         alone = jax.tree.map(lambda each: each[None], (verification, num_draft_tokens))
-        return jax.tree.map(lambda each: jnp.where(active, each, 0), AcceptanceCounts.from_verification(*alone))
+        counts = AcceptanceCounts.from_verification(*alone)
+        return jax.tree.map(lambda each: jnp.where(num_draft_tokens > 0, each, 0), counts)
 
-    return jax.vmap(count)(verification, num_draft_tokens, active)
+    return jax.vmap(count)(verification, num_draft_tokens)
 
 
 def _append(history: Array, length: Array, token_ids: Array) -> Array:

@@ -200,12 +200,13 @@ class Generator:
         for prompt in prompts:
             self.check_prompt(prompt)
         most = _each("max_tokens", max_tokens, len(prompts), 1, np.iinfo(np.int32).max)
-        _each("seed", seed, len(prompts), 0, 2**32 - 1)
+        seeds = _each("seed", seed, len(prompts), 0, 2**32 - 1)
+        keys = _keys(seeds[0] if isinstance(seed, int | np.integer) else seeds, size)
         limits = [min(len(prompt) + each, self.max_model_len) for prompt, each in zip(prompts, most, strict=True)]
         texts = [_Text(limit - len(prompt)) for prompt, limit in zip(prompts, limits, strict=True)]
 
         start = time.perf_counter()
-        state = self.start(prompts, limits, sampling, _keys(seed, size))
+        state = self.start(prompts, limits, sampling, keys)
         prefilled = time.perf_counter()
         active = np.arange(size) < len(prompts)
         num_draft_tokens = np.zeros(size, np.int32)
@@ -247,7 +248,7 @@ class Generator:
     ) -> None:
         """Compiles every step that decoding will use with these arguments."""
         prompts, limits = [[0, 0]] * batch_size, [self.max_model_len] * batch_size
-        state = self.start(prompts, limits, sampling, _keys(0, batch_size))
+        state = self.start(prompts, limits, sampling, _keys([0] * batch_size, batch_size))
         state, _ = self.step(state, sampling, config, speculate=False)
         if self._drafter is not None:
             self.step(state, sampling, config, speculate=True)
@@ -330,13 +331,19 @@ def _keys(seed: int | Sequence[int], batch_size: int) -> Array:
     """`[batch_size]` keys: of one seed and the request's index, or of one seed a request."""
     if isinstance(seed, int):
         return request_keys(jax.random.key(seed), batch_size)
-    keys = [request_keys(jax.random.key(each), 1)[0] for each in seed]
-    return jnp.stack([*keys, *[keys[0]] * (batch_size - len(keys))])
+    seeds = np.zeros(batch_size, np.uint32)
+    seeds[: len(seed)] = seed
+    return _keys_of(seeds)
+
+
+@jax.jit
+def _keys_of(seeds: Array) -> Array:
+    return jax.vmap(lambda seed: request_keys(jax.random.key(seed), 1)[0])(seeds)
 
 
 def _each(name: str, value: int | Sequence[int], num_prompts: int, least: int, most: int) -> list[int]:
     """One value a prompt, in range."""
-    values = [value] * num_prompts if isinstance(value, int) else list(value)
+    values = [value] * num_prompts if isinstance(value, int | np.integer) else list(value)
     if len(values) != num_prompts:
         raise ModelError(f"{name} must be one number or one for each of {num_prompts} prompts, got {len(values)}.")
     wrong = [each for each in values if not least <= each <= most]

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.console import Console
 
 from fly_jax.config import FlyConfig
 from fly_jax.decode.errors import ModelError
@@ -20,12 +21,11 @@ def trace_writer(
     """What `--trace` collects into; None without that option.
 
     Raises:
-      ModelError: the setting cannot be replayed, or the folder does not exist.
+      ModelError: the setting cannot be replayed, or see `check_trace_path`.
     """
     if options["trace"] is None:
         return None
-    if not Path(options["trace"]).absolute().parent.is_dir():
-        raise ModelError(f"--trace {options['trace']}: there is no such folder; make it first.")
+    check_trace_path(options["trace"])
     names = ("temperature", "top_k", "top_p", "min_p")
     try:
         return TraceWriter(
@@ -40,8 +40,22 @@ def trace_writer(
         raise ModelError(f"--trace: {error}.") from error
 
 
-def save_trace(writer: TraceWriter, path: str) -> None:
-    """Writes what was collected.
+def check_trace_path(path: str | None) -> None:
+    """Refuses a place where no file can be, before anything is decoded.
+
+    Raises:
+      ModelError: it is a folder, or its folder does not exist.
+    """
+    if path is None:
+        return
+    if Path(path).is_dir():
+        raise ModelError(f"--trace {path} is a folder: name a file, like trace.npz.")
+    if not Path(path).absolute().parent.is_dir():
+        raise ModelError(f"--trace {path}: there is no such folder; make it first.")
+
+
+def save_trace(writer: TraceWriter, path: str, console: Console) -> None:
+    """Writes what was collected, and says so.
 
     Raises:
       ModelError: it cannot be written.
@@ -50,6 +64,12 @@ def save_trace(writer: TraceWriter, path: str) -> None:
         writer.save(path)
     except OSError as error:
         raise ModelError(f"--trace {path} cannot be written: {error}.") from error
+    console.print(
+        f"{path}: {len(writer.trace().rows['flags'])} draft tokens; `fly-jax sweep {path}` replays them",
+        style="dim",
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 def record(

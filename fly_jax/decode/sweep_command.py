@@ -25,11 +25,12 @@ THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)
 TOP_KS = (2, 3, 5)
 
 STATEMENT = (
-    "What a replay can tell: what each recorded cycle would have kept, exactly, since its drafts, the target's rows "
-    "and the noise are recorded. What it cannot: what would have come next. Another number of kept tokens starts the "
-    "next cycle elsewhere, with other drafts, and after a deferral the text itself is another. So these figures rank "
-    "settings; speed and quality have to be measured with the setting that you choose (fly-jax eval). A loss of "
-    "log-probability says how much less likely the target finds a kept token than its own, not that an answer is worse."
+    "What a replay can tell: what each recorded cycle would have kept (exactly, but for gates within 5e-6 nats of the"
+    " threshold), since its drafts, the target's rows and the noise are recorded. What it cannot: what would have "
+    "come next. Another number of kept tokens starts the next cycle elsewhere, with other drafts, and after a "
+    "deferral the text itself is another. So these figures rank settings; speed and quality have to be measured with "
+    "the setting that you choose (fly-jax eval). A loss of log-probability says how much less likely the target finds"
+    " a kept token than its own, not that an answer is worse."
 )
 
 
@@ -253,8 +254,8 @@ def _notes(trace: Trace, options: Mapping[str, Any], num: int, num_allowed: int,
         "recorded setting, replayed, keeps what was kept in "
         f"{'all' if same == num_cycles else f'{same} of {num_cycles}'} cycles."
     ]
-    if trace.meta["num_cycles_left_out"]:
-        lines.append(f"Not recorded, since the trace was full: {trace.meta['num_cycles_left_out']} cycles.")
+    if trace.meta["is_full"]:
+        lines.append(f"The trace is full ({trace.meta['max_rows']} rows): what came later is not in it.")
     if num_allowed < num:
         lines.append(f"Above --max-deferral-rate or --max-logprob-loss: {num - num_allowed} of {num} settings.")
     if num_shown < num_allowed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +25,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fly_jax")
 
-_NOT_IN_CONFIG = ("resume", "output", "json_output", "trace", "trace_mode", "batch_sizes", "seeds", "split")
+_NOT_IN_CONFIG = (
+    "resume",
+    "output",
+    "json_output",
+    "trace",
+    "trace_mode",
+    "batch_sizes",
+    "min_batches",
+    "seeds",
+    "split",
+)
 """Options that do not decide the results of a batch, or are part of others."""
 
 
@@ -37,9 +48,9 @@ def evaluate(options: Mapping[str, Any]) -> None:
         print_vocabularies,
         sampling_params,
     )
-    from fly_jax.decode.recording import save_trace, trace_writer
+    from fly_jax.decode.recording import check_trace_path, save_trace, trace_writer
     from fly_jax.decode.report import progress_bars, versions
-    from fly_jax.evaluation.results import open_results
+    from fly_jax.evaluation.results import check_folder, open_results
     from fly_jax.evaluation.run import plan, prepare
 
     console = Console(stderr=True)
@@ -49,33 +60,48 @@ def evaluate(options: Mapping[str, Any]) -> None:
     if sampling.temperature is None and len(seeds) > 1:
         raise _error(f"--seeds {options['seeds']}: at temperature 0 nothing is drawn; set --temperature, or one seed.")
     check_drafter_options(options)
+    check_trace_path(options["trace"])
+    folder = Path(options["output"])
+    check_folder(folder, resume=options["resume"])
     tasks = _tasks(options)
     logger.warning("FLy is lossy: its text may differ from what the target alone would write.")
     with progress_bars(console) as report:
         loaded = load(options["model"], report)
         drafter = make_drafter(options, loaded, report)
         print_vocabularies(drafter, console)
-    evaluation = prepare(loaded, drafter, tasks, configs=configs, sampling=sampling, max_tokens=options["max_tokens"])
+    evaluation = prepare(
+        loaded,
+        drafter,
+        tasks,
+        configs=configs,
+        sampling=sampling,
+        max_tokens=options["max_tokens"],
+        raw=options["raw"],
+    )
     traced = _traced_mode(evaluation, options["trace_mode"])
     writer = trace_writer(options, loaded.name, traced.config, source="fly-jax eval")
     config = _config(options, evaluation, configs)
-    folder = Path(options["output"])
     results = open_results(folder, config=config, tasks=tasks, versions=versions(), resume=options["resume"])
     config |= {"batch_sizes": batch_sizes, "seeds": seeds}
-    units = plan(len(tasks), batch_sizes, seeds)
+    units = plan(len(tasks), batch_sizes, seeds, options["min_batches"])
     interrupted = False
     try:
         with progress_bars(console) as report:
             _run(evaluation, units, results, report)
-            if writer is not None:
-                _record(writer, traced, evaluation, batch_sizes[0], seeds[0], report)
-                save_trace(writer, options["trace"])
     except KeyboardInterrupt:
         interrupted = True
     done = {tuple(unit.key) for unit in units}
     records = [record for record in results.records if tuple(record["unit"]) in done]
     if records:
         _report(evaluation, records, len(units), config, folder, options)
+        console.print(f"report.md, report.json and pictures are in {folder}", style="dim", soft_wrap=True)
+    try:
+        if writer is not None and not interrupted:
+            with progress_bars(console) as report:
+                _record(writer, traced, evaluation, batch_sizes[0], seeds[0], report)
+            save_trace(writer, options["trace"], console)
+    except KeyboardInterrupt:
+        interrupted = True
     if interrupted:
         console.print(f"{len(records)} of {len(units)} batches are done; the same command with --resume goes on.")
         raise SystemExit(INTERRUPTED)
@@ -112,7 +138,7 @@ def fly_configs(given: Sequence[str] | None, num_speculative_tokens: int) -> dic
         except (TypeError, ValueError) as error:
             raise _error(f"--fly {text!r}: {error}.") from error
         assert config is not None
-        name = f"fly W={config.window_size} θ={config.entropy_threshold:g} k={config.entropy_top_k}"
+        name = f"fly W={config.window_size} θ={config.entropy_threshold} k={config.entropy_top_k}"
         if name in configs:
             raise _error(f"--fly {text!r} is there twice.")
         configs[name] = config
@@ -234,7 +260,18 @@ def _config(options: Mapping[str, Any], evaluation: Evaluation, configs: Mapping
         "tasks": f"{options['tasks'] or 'built-in'}, {options['split']}",
         "model": evaluation.loaded.name,
         "fly": list(configs),
+        "model_files": _identity(options["model"]),
+        "draft_model_files": _identity(options["draft_model"]),
     }
+
+
+def _identity(path: str | None) -> str | None:
+    """Tells one model from another that has the same name: paths, sizes and times of its files; None is the default."""
+    if path is None:
+        return None
+    files = sorted(Path(path).iterdir()) if Path(path).is_dir() else [Path(path)]
+    stats = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return hashlib.sha256(repr(stats).encode()).hexdigest()[:16]
 
 
 def _numbers(option: str, text: str, *, least: int) -> list[int]:
@@ -243,7 +280,7 @@ def _numbers(option: str, text: str, *, least: int) -> list[int]:
     except ValueError:
         raise _error(f"{option} must be whole numbers like 1,4,8, got {text!r}.") from None
     if min(numbers) < least or len(set(numbers)) < len(numbers) or max(numbers) >= 2**32:
-        raise _error(f"{option} must be different numbers of at least {least}, got {text!r}.")
+        raise _error(f"{option} must be different numbers from {least} to 2**32 - 1, got {text!r}.")
     return numbers
 
 

@@ -74,21 +74,20 @@ def _retention(panel: Any, found: Findings) -> None:
         if mode == TARGET_ONLY:
             continue
         retained = {size: by_mode[mode].retention for size, by_mode in found.quality.items()}
-        points = [
-            (found.speed[size][mode].over_target_only.value, 100 * each.value)
+        points = {
+            size: (found.speed[size][mode].over_target_only.value, 100 * each.value)
             for size, each in retained.items()
             if each is not None
-        ]
+        }
         if not points:
             continue
         style = _style(found, mode)
-        panel.plot(*zip(*points, strict=True), **style, linestyle="none")
+        panel.plot(*zip(*points.values(), strict=True), **style, linestyle="none")
         each = next(iter(retained.values()))
         if each is not None and each.low is not None and each.high is not None:
             ends = [[100 * (each.value - each.low)], [100 * (each.high - each.value)]]
-            panel.errorbar(*points[0], yerr=ends, color=style["color"], capsize=4)
-        labelled = zip(found.quality, points, strict=False) if mode != STANDARD else ()
-        for size, point in labelled:
+            panel.errorbar(*next(iter(points.values())), yerr=ends, color=style["color"], capsize=4)
+        for size, point in points.items() if mode != STANDARD else ():
             panel.annotate(f"B={size}", point, xytext=(5, 5), textcoords="offset points", fontsize="x-small")
     panel.axhline(100, color=COLORS[0], linewidth=1, linestyle="--", label="target-only")
     panel.axvline(1, color=COLORS[0], linewidth=1, linestyle=":")

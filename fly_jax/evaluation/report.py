@@ -5,13 +5,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fly_jax.decode.errors import ModelError
 from fly_jax.evaluation.run import STANDARD, TARGET_ONLY
 from fly_jax.evaluation.statistics import Interval, Quality, Speed, quality, speed
 from fly_jax.evaluation.tasks import Task
 
 LOSSY = (
-    "FLy is lossy: read its speed together with retention and its interval. Intervals are 95% bootstrap intervals over "
-    "tasks (accuracy, retention) or batches (speed)."
+    "FLy is lossy: read its speed together with retention and its interval. In parentheses: 95% bootstrap intervals "
+    "over tasks (accuracy, retention) or batches (speed); three tasks either way where all agree; none where all texts "
+    "are target-only's, or of fewer than 6."
 )
 
 
@@ -35,7 +37,7 @@ class Findings:
 
     @property
     def first(self) -> Mapping[str, Quality]:
-        """The quality at the batch size measured first."""
+        """The quality at the smallest batch size."""
         return next(iter(self.quality.values()))
 
 
@@ -45,7 +47,7 @@ def findings(
     """The figures of the finished units, at least one."""
     families = {task.name: task.family for task in tasks}
     by_size: dict[int, list[Mapping[str, Any]]] = {}
-    for record in records:
+    for record in sorted(records, key=lambda record: record["unit"]):
         by_size.setdefault(record["unit"][0], []).append(record)
     return Findings(
         modes,
@@ -99,8 +101,8 @@ def markdown(found: Findings, config: Mapping[str, Any], versions: Mapping[str, 
         "target-only's, token for token. repetition: share of repeated 4-grams in a text.",
         "## How fast it is",
         *_speed_tables(found),
-        "tokens/s: of decoding, all requests of a batch together, without prefill and compilation. Total time: prefill "
-        "included, below 1 is faster.",
+        "tokens/s: of decoding, all requests of a batch together until the last of them is done, without prefill and "
+        "compilation; a mode that writes longer texts has more tokens to count. Total time: prefill included.",
         "## In the columns of FLy's authors",
         _table(_AUTHORS_COLUMNS, _authors_rows(found, config, versions)),
     ]
@@ -108,10 +110,17 @@ def markdown(found: Findings, config: Mapping[str, Any], versions: Mapping[str, 
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Writes a file whole or not at all."""
+    """Writes a file whole or not at all.
+
+    Raises:
+      ModelError: it cannot be written.
+    """
     partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(data)
-    partial.replace(path)
+    try:
+        partial.write_bytes(data)
+        partial.replace(path)
+    except OSError as error:
+        raise ModelError(f"{path} cannot be written: {error}.") from error
 
 
 _AUTHORS_COLUMNS = (
@@ -122,14 +131,14 @@ _AUTHORS_COLUMNS = (
     "workload",
     "batch",
     "speed over standard",
-    "retention",
+    "lowest retention",
 )
 
 
 def _quality_rows(found: Findings) -> list[list[str]]:
     shown: dict[str, Callable[[Quality], str]] = {
         "accuracy": lambda each: _percent(each.accuracy),
-        "retention": lambda each: "-" if each.retention is None else _percent(each.retention),
+        "retention": _retention,
         "lost, won": lambda each: f"{each.num_lost}, {each.num_won}",
         "changed texts": lambda each: "-" if each.changed is None else f"{each.changed:.0%}",
         "repetition": lambda each: f"{each.repetition:.1%}",
@@ -146,6 +155,9 @@ def _quality_rows(found: Findings) -> list[list[str]]:
 
 def _speed_tables(found: Findings) -> list[str]:
     speculative = [mode for mode in found.modes if mode != TARGET_ONLY]
+    retention = [
+        [str(size), *(_retention(by_mode[mode]) for mode in speculative)] for size, by_mode in found.quality.items()
+    ]
     lossy = [mode for mode in speculative if mode != STANDARD]
 
     def table(title: str, modes: Sequence[str], show: Callable[[Speed], str]) -> str:
@@ -156,8 +168,13 @@ def _speed_tables(found: Findings) -> list[str]:
         table("tokens/s", found.modes, lambda each: f"{each.tokens_per_second:.1f}"),
         table("tokens/s over target-only", speculative, lambda each: _times(each.over_target_only)),
         table("tokens/s over standard", lossy, lambda each: _times(each.over_standard)),
-        table("total time over standard", [TARGET_ONLY, *lossy], lambda each: f"{each.total_over_standard:.2f}"),
+        table("total time over standard (below 1 is faster)", found.modes, _total_time),
+        f"retention:\n\n{_table(['batch size', *speculative], retention)}",
     ]
+
+
+def _total_time(each: Speed) -> str:
+    return f"{each.total_over_standard:.2f} ({each.decode_seconds + each.prefill_seconds:.0f} s)"
 
 
 def _authors_rows(found: Findings, config: Mapping[str, Any], versions: Mapping[str, str]) -> list[list[str]]:
@@ -167,7 +184,8 @@ def _authors_rows(found: Findings, config: Mapping[str, Any], versions: Mapping[
         if mode in (TARGET_ONLY, STANDARD):
             continue
         ratios = [found.speed[size][mode].over_standard.value for size in sizes]
-        retention = found.first[mode].retention
+        # The worst of all batch sizes stands beside the speeds of all.
+        worst = min((found.quality[size][mode] for size in sizes), key=lambda each: _value(each.retention))
         rows.append(
             [
                 versions["platform"],
@@ -177,7 +195,7 @@ def _authors_rows(found: Findings, config: Mapping[str, Any], versions: Mapping[
                 f"{config['tasks']}, {found.first[mode].num_tasks} tasks",
                 ", ".join(map(str, sizes)),
                 f"{min(ratios):.3f}-{max(ratios):.3f}",
-                "-" if retention is None else _percent(retention),
+                _retention(worst),
             ]
         )
     return rows
@@ -192,6 +210,14 @@ def _sampling(config: Mapping[str, Any]) -> str:
     if config["temperature"] == 0:
         return "greedy"
     return f"temperature {config['temperature']}, seeds {', '.join(map(str, config['seeds']))}"
+
+
+def _retention(each: Quality) -> str:
+    return "-" if each.retention is None else _percent(each.retention)
+
+
+def _value(each: Interval | None) -> float:
+    return 0.0 if each is None else each.value
 
 
 def _percent(each: Interval) -> str:

@@ -3,7 +3,7 @@
 `results.jsonl` is JSON lines. The first is the header: `format`, `config` (the options that decide results), `tasks` (a
 digest of them) and `versions`. Each other line is one unit (`fly_jax.evaluation.run.Unit`), decoded in every mode:
 
-- `unit`: batch size, seed, index of the first task.
+- `unit`: batch size, seed, how many tasks came before.
 - `modes`: by name; each has `prefill_seconds`, `decode_seconds`, `num_tokens` and `num_cycles` (of all requests of the
   batch), `drafted_per_position`, `accepted_per_position`, `deferred_per_position` (of the scored requests), and
   `texts`, one for each scored request: `task`, `score`, `text`, `token_ids`, `num_deferred`, `num_cycles`,
@@ -39,7 +39,10 @@ class ResultFile:
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Adds a finished unit; it is on the disk when this returns."""
-        _write_line(self.path, record, "a")
+        try:
+            _write_line(self.path, record, "a")
+        except OSError as error:
+            raise ModelError(f"{self.path} cannot be written to: {error}. --resume goes on from there.") from error
         self.records.append(dict(record))
 
     def has(self, key: Sequence[int]) -> bool:
@@ -63,30 +66,34 @@ def open_results(
       ModelError: there is a file and `resume` is False, or the file is of another run.
     """
     path = folder / FILE
+    check_folder(folder, resume=resume)
     header = {"format": FORMAT, "config": dict(config), "tasks": digest(tasks), "versions": dict(versions)}
-    if not path.exists():
+    if not path.is_file():
         try:
             folder.mkdir(parents=True, exist_ok=True)
             _write_line(path, header, "x")
         except OSError as error:
             raise ModelError(f"--output {folder} cannot be written to: {error}.") from error
         return ResultFile(path, [])
-    if not resume:
-        raise ModelError(f"{path} is there already: pass --resume to go on with it, or name another --output.")
-    found, *records = _read(path)
+    whole, (found, *records) = _read(path)
     # As JSON gives it back: tuples are lists there.
     _check_same(path, found, json.loads(json.dumps(header)))
+    try:
+        # A line without its end was being written when the machine stopped.
+        os.truncate(path, whole)
+    except OSError as error:
+        raise ModelError(f"{path} cannot be written to: {error}.") from error
     return ResultFile(path, records)
 
 
-def read_results(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The header and the units of a results file.
+def check_folder(folder: Path, *, resume: bool) -> None:
+    """Refuses a folder that holds results already, unless the run goes on with them.
 
     Raises:
-      ModelError: there is none, or it is no results file.
+      ModelError: it does.
     """
-    header, *records = _read(folder / FILE)
-    return header, records
+    if (folder / FILE).is_file() and not resume:
+        raise ModelError(f"{folder / FILE} is there already: pass --resume to go on with it, or name another --output.")
 
 
 def digest(tasks: Sequence[Task]) -> str:
@@ -95,22 +102,22 @@ def digest(tasks: Sequence[Task]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
+def _read(path: Path) -> tuple[int, list[dict[str, Any]]]:
+    """How many bytes are whole lines, and these."""
     try:
         data = path.read_bytes()
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error}.") from error
-    # A line without its end was being written when the machine stopped.
     whole = data[: data.rfind(b"\n") + 1]
-    if len(whole) < len(data):
-        path.write_bytes(whole)
     try:
         lines = [json.loads(line) for line in whole.splitlines()]
     except ValueError as error:
         raise ModelError(f"{path} is damaged: {error}. Name another --output.") from error
     if not lines or not isinstance(lines[0], dict) or lines[0].get("format") != FORMAT:
         raise ModelError(f"{path} is no results file of this version of fly-jax eval. Name another --output.")
-    return lines
+    if not all(isinstance(line, dict) and {"unit", "modes"} <= line.keys() for line in lines[1:]):
+        raise ModelError(f"{path} is damaged: a line is no unit. Name another --output.")
+    return len(whole), lines
 
 
 def _check_same(path: Path, found: Mapping[str, Any], header: Mapping[str, Any]) -> None:

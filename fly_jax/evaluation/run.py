@@ -9,7 +9,8 @@ import numpy as np
 
 from fly_jax.config import FlyConfig
 from fly_jax.decode.checkpoint import LoadedModel
-from fly_jax.decode.drafters import Drafter
+from fly_jax.decode.drafters import Drafter, DraftModel
+from fly_jax.decode.errors import ModelError
 from fly_jax.decode.generate import Generation, Generator
 from fly_jax.evaluation.scorers import score
 from fly_jax.evaluation.tasks import Task
@@ -40,9 +41,9 @@ class Unit:
     Attributes:
       batch_size: requests.
       seed: of all drawing.
-      first: index of the first task.
-      tasks: `batch_size` indices; those past the last task are tasks from the beginning again, so that every batch is
-        full. They count for speed only.
+      first: how many tasks came before.
+      tasks: `batch_size` indices; past the last task come the first ones again, so that every batch is full and there
+        are as many batches as asked for. They count for speed only.
       num_scored: how many of them are here for the first time.
     """
 
@@ -129,19 +130,26 @@ class Evaluation:
         }
 
 
-def plan(num_tasks: int, batch_sizes: Sequence[int], seeds: Sequence[int]) -> list[Unit]:
-    """All units: batch size by batch size, seed by seed, in the order of the tasks."""
+def plan(num_tasks: int, batch_sizes: Sequence[int], seeds: Sequence[int], min_batches: int = 1) -> list[Unit]:
+    """All units: batch size by batch size, seed by seed, in the order of the tasks.
+
+    Args:
+      num_tasks: all of them are decoded at every batch size and seed.
+      batch_sizes: requests decoded together.
+      seeds: of all drawing.
+      min_batches: batches of each size and seed, at least.
+    """
     return [
         Unit(
             batch_size,
             seed,
             first,
             tuple((first + i) % num_tasks for i in range(batch_size)),
-            min(batch_size, num_tasks - first),
+            max(0, min(batch_size, num_tasks - first)),
         )
         for batch_size in batch_sizes
         for seed in seeds
-        for first in range(0, num_tasks, batch_size)
+        for first in range(0, max(num_tasks, min_batches * batch_size), batch_size)
     ]
 
 
@@ -153,6 +161,7 @@ def prepare(
     configs: Mapping[str, FlyConfig],
     sampling: SamplingParams,
     max_tokens: int,
+    raw: bool = False,
 ) -> Evaluation:
     """Encodes the prompts; compiles nothing yet.
 
@@ -163,26 +172,51 @@ def prepare(
       configs: of FLy, by the name of the mode.
       sampling: of every mode.
       max_tokens: most tokens to emit for a task; a task may say less.
+      raw: whether a prompt goes to the model as it is, not as a chat message.
 
     Raises:
-      ModelError: a prompt does not fit the context, or the drafter the target.
+      ModelError: a task does not fit the model, its context, or the draft model's; or the drafter not the target.
     """
-    prompts = [encode(loaded, task) for task in tasks]
+    prompts = [_named(task, functools.partial(encode, loaded, task, raw=raw)) for task in tasks]
     most = [min(max_tokens, task.max_tokens or max_tokens) for task in tasks]
+    models = [loaded.decoder, *([drafter.decoder] if isinstance(drafter, DraftModel) else [])]
+    context = min(model.config.max_position_embeddings for model in models)
+    for task, prompt, each in zip(tasks, prompts, most, strict=True):
+        if len(prompt) + each > context:
+            raise ModelError(
+                f"task {task.name!r} needs {len(prompt)} tokens for its prompt and {each} for its answer, and the "
+                f"context is {context}: shorten it, or lower --max-tokens."
+            )
     needed = max(len(prompt) + each for prompt, each in zip(prompts, most, strict=True))
-    max_model_len = min(-(-needed // 64) * 64, loaded.config.max_position_embeddings)
+    max_model_len = min(-(-needed // 64) * 64, context)
     target_only = Generator(loaded.decoder, max_model_len=max_model_len)
     speculative = Generator(loaded.decoder, drafter=drafter, max_model_len=max_model_len)
-    for prompt in prompts:
-        speculative.check_prompt(prompt)
     modes = [Mode(TARGET_ONLY, target_only, None), Mode(STANDARD, speculative, None)]
     modes += [Mode(name, speculative, config) for name, config in configs.items()]
     return Evaluation(loaded, tasks, prompts, modes, sampling, most)
 
 
-def encode(loaded: LoadedModel, task: Task) -> list[int]:
-    """A task's token ids: its messages through the model's chat template."""
-    return loaded.tokenizer.encode(loaded.tokenizer.apply_chat_template(task.messages))
+def encode(loaded: LoadedModel, task: Task, *, raw: bool = False) -> list[int]:
+    """A task's token ids: its messages through the model's chat template, or its only message as it is.
+
+    Raises:
+      ModelError: the model has no chat template or refuses the messages; or `raw`, and there are several.
+    """
+    if not raw:
+        return loaded.tokenizer.encode(loaded.tokenizer.apply_chat_template(task.messages))
+    if len(task.messages) > 1:
+        raise ModelError("--raw needs a prompt, and this is a conversation of several messages.")
+    return loaded.tokenizer.encode(task.messages[0]["content"])
+
+
+def _named(task: Task, function: Callable[[], list[int]]) -> list[int]:
+    try:
+        token_ids = function()
+    except ModelError as error:
+        raise ModelError(f"task {task.name!r}: {error}") from error
+    if not token_ids:
+        raise ModelError(f"task {task.name!r}: its prompt is empty.")
+    return token_ids
 
 
 def task_seed(seed: int, i: int) -> int:

@@ -1,9 +1,11 @@
 """The figures of an evaluation, from the records of its units.
 
 Accuracy is the mean score of the tasks (over seeds first). Its interval is a percentile bootstrap over tasks; that of
-retention, a mode's accuracy over target-only's, resamples the same tasks for both. Speeds are of decoding: tokens over
-seconds without prefill and compilation, every mode on the same batches; the interval of a ratio of speeds resamples
-batches.
+retention, a mode's accuracy over target-only's, resamples the same tasks for both. Where all tasks agree there is
+nothing to resample, and the bounds are three tasks away (the rule of three, Hanley and Lippman-Hand 1983). Speeds are
+of decoding: tokens over seconds without prefill and compilation, every mode on the same batches; the interval of a
+ratio of speeds resamples batches. Of fewer than 6 observations no interval is given: a bootstrap of so few is too
+narrow.
 """
 
 import dataclasses
@@ -16,6 +18,7 @@ from fly_jax.evaluation.run import TARGET_ONLY
 
 CONFIDENCE = 0.95
 NUM_RESAMPLES = 10_000
+LEAST_OBSERVATIONS = 6
 NGRAM = 4
 """Repetition is counted in runs of so many tokens."""
 
@@ -26,7 +29,7 @@ class Interval:
 
     Attributes:
       value: the figure.
-      low: lower end at a confidence of 95%; None where it cannot be told, as of one batch.
+      low: lower end at a confidence of 95%; None where it is not given.
       high: upper end.
     """
 
@@ -41,7 +44,7 @@ class Quality:
 
     Attributes:
       accuracy: mean score.
-      retention: accuracy over target-only's; None where that is 0.
+      retention: accuracy over target-only's; None where that is 0. Without an interval where no text is changed.
       num_tasks: tasks scored.
       num_lost: tasks that target-only solves (more often, with several seeds) and this mode does not.
       num_won: the reverse.
@@ -52,7 +55,9 @@ class Quality:
         al. 2019, arXiv:1908.04319).
       tokens_per_cycle: emitted tokens a target step of a request.
       acceptance_rate: drafts kept over drafts proposed, deferred ones included; None without drafts.
-      acceptance_by_position: the same for each position of a draft.
+      acceptance_by_position: the same for each position of a draft, over the drafts that reach it
+        (`AcceptanceCounts.acceptance_rate_per_position` divides by all drafts, as vLLM does). Both count what was
+        verified, past the end of a text too.
       deferrals: tokens kept by a deferral, a hundred emitted tokens.
     """
 
@@ -117,16 +122,16 @@ def quality(records: Sequence[Mapping[str, Any]], mode: str, families: Mapping[s
         np.asarray([part[f"{name}_per_position"] for part in parts]).sum(0) for name in ("drafted", "accepted")
     )
     num_tokens = sum(len(text["token_ids"]) for text in texts.values())
-    pairs = [(text["token_ids"], reference[key]["token_ids"]) for key, text in texts.items()]
+    changed = np.mean([text["token_ids"] != reference[key]["token_ids"] for key, text in texts.items()])
     return Quality(
-        accuracy=_bootstrap(lambda ours: np.mean(ours, -1), [ours]),
-        retention=_bootstrap(_retention, [ours, theirs]) if np.mean(theirs) > 0 else None,
+        accuracy=_accuracy(ours),
+        retention=_retention(ours, theirs, same=greedy and changed == 0),
         num_tasks=len(names),
         num_lost=int(np.sum(ours < theirs)),
         num_won=int(np.sum(ours > theirs)),
         accuracy_by_family={family: float(np.mean(values)) for family, values in by_family.items()},
         num_by_family={family: len(values) for family, values in by_family.items()},
-        changed=float(np.mean([ours != theirs for ours, theirs in pairs])) if greedy else None,
+        changed=float(changed) if greedy else None,
         repetition=float(np.mean([repetition(text["token_ids"]) for text in texts.values()])),
         tokens_per_cycle=num_tokens / sum(text["num_cycles"] for text in texts.values()),
         acceptance_rate=_ratio(accepted.sum(), drafted.sum()),
@@ -195,7 +200,7 @@ def _bootstrap(statistic: Callable[..., np.ndarray], samples: Sequence[np.ndarra
     """
     value = float(statistic(*samples))
     count = len(samples[0])
-    if count < 2:
+    if count < LEAST_OBSERVATIONS:
         return Interval(value)
     index = np.random.default_rng(0).integers(0, count, (NUM_RESAMPLES, count))
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -206,8 +211,24 @@ def _bootstrap(statistic: Callable[..., np.ndarray], samples: Sequence[np.ndarra
     return Interval(value, float(low), float(high))
 
 
-def _retention(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
-    return np.mean(ours, -1) / np.mean(theirs, -1)
+def _accuracy(scores: np.ndarray) -> Interval:
+    interval = _bootstrap(lambda scores: np.mean(scores, -1), [scores])
+    if interval.low is None or interval.low != interval.high:
+        return interval
+    rule_of_three = min(3 / len(scores), 1.0)
+    return Interval(interval.value, max(interval.value - rule_of_three, 0.0), min(interval.value + rule_of_three, 1.0))
+
+
+def _retention(ours: np.ndarray, theirs: np.ndarray, *, same: bool) -> Interval | None:
+    if not np.mean(theirs) > 0:
+        return None
+    if same:
+        return Interval(float(np.mean(ours) / np.mean(theirs)))
+    interval = _bootstrap(lambda ours, theirs: np.mean(ours, -1) / np.mean(theirs, -1), [ours, theirs])
+    if interval.low is None or interval.low != interval.high:
+        return interval
+    rule_of_three = 3 / float(np.sum(theirs))
+    return Interval(interval.value, max(interval.value - rule_of_three, 0.0), interval.value + rule_of_three)
 
 
 def _speed_ratio(

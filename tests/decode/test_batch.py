@@ -51,7 +51,7 @@ def test_counts_and_deferrals_are_of_each_request():
     for prompt, most, each in zip(PROMPTS, MOST, together, strict=True):
         alone = ngram.generate(prompt, max_tokens=most, config=config)
         assert (each.token_ids, each.deferred, each.num_cycles) == (alone.token_ids, alone.deferred, alone.num_cycles)
-        for name in ("num_drafts", "num_draft_tokens", "num_accepted", "num_deferred", "num_stops"):
+        for name in ("num_requests", "num_drafts", "num_tokens", "num_accepted", "num_deferred", "num_stops"):
             assert int(getattr(each.counts, name)) == int(getattr(alone.counts, name)), name
     assert sum(sum(each.deferred) for each in together) > 0
 

@@ -1,20 +1,26 @@
 """`fly-jax eval` on a tiny random model: no network, no real weights."""
 
+import importlib.resources
 import json
 import re
+import shutil
 import sys
 
-import numpy as np
 import pytest
 import tiny_models
 
 from fly_jax import cli
+from fly_jax.decode.checkpoint import load_model
 from fly_jax.decode.decoder_config import DecoderConfig
 from fly_jax.evaluation import run as evaluation_run
 from fly_jax.evaluation.command import fly_configs
+from fly_jax.evaluation.run import encode
+from fly_jax.evaluation.tasks import BUILTIN_NAME, load_tasks
+from fly_jax.sweep import num_reproduced
 from fly_jax.trace_file import load_trace
 
-MODES = ["target-only", "standard", "fly W=1 θ=0 k=3", "fly W=2 θ=0.3 k=2"]
+BUILTIN = importlib.resources.files("fly_jax.evaluation") / BUILTIN_NAME
+MODES = ["target-only", "standard", "fly W=1 θ=0.0 k=3", "fly W=2 θ=0.3 k=2"]
 FLY = ("--fly", "window_size=1,entropy_threshold=0", "--fly", "window_size=2,entropy_top_k=2")
 TASKS = [
     {"name": "greet", "family": "words", "prompt": "hello hello hello", "reference": "hello"},
@@ -59,7 +65,7 @@ def test_a_stopped_run_reports_and_goes_on(folder, evaluate, monkeypatch):
             raise KeyboardInterrupt
         return whole(self, unit, *arguments)
 
-    arguments = (*FLY, "--batch-sizes", "1,2", "--trace", folder / "trace.npz")
+    arguments = (*FLY, "--batch-sizes", "1,2", "--min-batches", 1, "--trace", folder / "trace.npz")
     monkeypatch.setattr(evaluation_run.Evaluation, "run", stopped)
     status, out, err = evaluate("out", *arguments)
     assert status == cli.INTERRUPTED
@@ -104,7 +110,7 @@ def check_trace(trace):
     assert trace.meta["source"] == "fly-jax eval"
     assert trace.config is None
     assert set(trace.cycles["request"].tolist()) == {0, 1, 2}
-    assert np.all(trace.cycles["num_accepted"] <= trace.cycles["num_draft_tokens"])
+    assert num_reproduced(trace) == len(trace.cycles["request"])
 
 
 def test_the_pictures_are_drawn(folder):
@@ -129,13 +135,18 @@ def test_sampling_with_several_seeds(folder, evaluate):
     ("arguments", "message"),
     [
         (("--batch-sizes", "1,x"), "--batch-sizes must be whole numbers like 1,4,8, got '1,x'"),
-        (("--batch-sizes", "0"), "--batch-sizes must be different numbers of at least 1"),
+        (("--batch-sizes", "0"), "--batch-sizes must be different numbers from 1 to"),
         (("--seeds", "0,0", "--temperature", "1"), "--seeds must be different numbers"),
         (("--seeds", "0,1"), "at temperature 0 nothing is drawn"),
         (("--fly", "window_size=4"), "fly_window_size must be less than num_speculative_tokens .4., got 4"),
         (("--fly", "window=4"), "'window' must be one of window_size, entropy_threshold, entropy_top_k"),
         (("--fly", "window_size=two"), "window_size must be a number, got 'two'"),
         (("--fly", "window_size=3", "--fly", ""), "is there twice"),
+        (("--trace", "."), "--trace . is a folder"),
+        (
+            ("--max-tokens", "250"),
+            "task 'greet' needs .* tokens for its prompt and 250 for its answer, and the context",
+        ),
         (("--split", "choose"), "has no task of --split choose"),
         (("--trace", "no/such/folder/trace.npz"), "there is no such folder"),
         (("--fly", "entropy_top_k=9", "--trace", "x.npz", "--trace-mode", "fly"), "entropy_top_k must be at most 8"),
@@ -152,3 +163,64 @@ def test_settings_have_vllms_defaults():
     configs = fly_configs(None, 16)
     assert list(configs) == ["fly W=6 θ=0.3 k=3"]
     assert list(fly_configs(["entropy_threshold=0.5"], 4)) == ["fly W=3 θ=0.5 k=3"]
+
+
+def test_modes_take_turns_in_going_first():
+    order = []
+
+    class Recording(evaluation_run.Evaluation):
+        def _decode(self, unit, mode, on_tokens):
+            order.append(mode.name)
+
+        def _record(self, unit, generations):
+            return {}
+
+    modes = [evaluation_run.Mode(name, None, None) for name in ("target-only", "standard", "fly")]
+    evaluation = Recording(None, [None], [[1]], modes, None, [1])
+    for turn in range(3):
+        record = evaluation.run(evaluation_run.Unit(1, 0, 0, (0,), 1), turn, lambda fraction: None)
+        assert list(record["modes"]) == ["target-only", "standard", "fly"]
+    assert order == [
+        "target-only",
+        "standard",
+        "fly",
+        "standard",
+        "fly",
+        "target-only",
+        "fly",
+        "target-only",
+        "standard",
+    ]
+
+
+def test_a_model_without_a_chat_template_takes_raw_prompts(folder, evaluate, tmp_path):
+    shutil.copytree(folder / "tiny", tmp_path / "plain")
+    path = tmp_path / "plain" / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    del settings["chat_template"]
+    path.write_text(json.dumps(settings))
+    status, _, err = evaluate("plain", "--model", tmp_path / "plain")
+    assert status == 2
+    assert "task 'greet': The model has no chat template" in err
+    tasks = load_tasks(folder / "tasks.jsonl")
+    loaded = load_model(tmp_path / "plain")
+    assert encode(loaded, tasks[0], raw=True) == loaded.tokenizer.encode("hello hello hello")
+
+
+@pytest.mark.model
+def test_smollm2_is_above_chance_and_standard_changes_nothing(tmp_path, monkeypatch, capsys):
+    tasks = [json.loads(line) for line in BUILTIN.read_text(encoding="utf-8").splitlines()]
+    chosen = [task for task in tasks if task["split"] == "report"][:16]
+    path = tmp_path / "tasks.jsonl"
+    path.write_text("\n".join(map(json.dumps, chosen)), encoding="utf-8")
+    arguments = ("--tasks", path, "--output", tmp_path / "out", "--batch-sizes", 8, "--min-batches", 1, "--json")
+    monkeypatch.setattr(sys, "argv", ["fly-jax", "eval", *map(str, arguments)])
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main()
+    assert not exit_info.value.code
+    quality = {each["mode"]: each for each in json.loads(capsys.readouterr().out)["quality"]}
+    # A guess scores nothing on any of these tasks.
+    assert quality["target-only"]["accuracy"]["value"] >= 0.4
+    assert len(quality["target-only"]["num_by_family"]) == 8
+    assert (quality["standard"]["changed"], quality["standard"]["num_lost"]) == (0.0, 0)
+    assert quality["fly W=6 θ=0.3 k=3"]["tokens_per_cycle"] > quality["standard"]["tokens_per_cycle"] > 1.0

@@ -19,36 +19,35 @@ CONFIG = {
 VERSIONS = {"python": "3.11", "jax": "0.10", "platform": "cpu (cpu)"}
 
 
-def found(num_planned=4):
-    records = one_by_one([1, 1, 0, 1], fly=[1, 0, 0, 1])
-    return findings(records, MODES, tasks(4), num_planned, greedy=True)
+def found(num_planned=6):
+    records = one_by_one([1, 1, 0, 1, 1, 0], fly=[1, 0, 0, 1, 1, 0])
+    return findings(records, MODES, tasks(6), num_planned, greedy=True)
 
 
 def test_the_tables_hold_the_figures():
     lines = markdown(found(), CONFIG, VERSIONS).splitlines()
     cells = {row[0]: row[1:] for row in (line.strip("| ").split(" | ") for line in lines if line.startswith("| "))}
-    assert [each.split(" (")[0] for each in cells["accuracy"]] == ["75.0%", "75.0%", "50.0%"]
-    assert [each.split(" (")[0] for each in cells["retention"]] == ["100.0%", "100.0%", "66.7%"]
+    assert [each.split(" (")[0] for each in cells["accuracy"]] == ["66.7%", "66.7%", "50.0%"]
+    assert [each.split(" (")[0] for each in cells["retention"]] == ["100.0%", "100.0%", "75.0%"]
     assert cells["lost, won"] == ["0, 0", "0, 0", "1, 0"]
     assert cells["changed texts"] == ["0%", "0%", "100%"]
     assert cells["tokens a cycle"] == ["1.00", "2.00", "2.00"]
     assert cells["drafts kept"] == ["-", "75%", "75%"]
     assert cells["deferrals, 100 tokens"] == ["0.0", "0.0", "25.0"]
-    assert cells["accuracy: odd (2)"] == ["100%", "100%", "50%"]
-    rows = [line for line in lines if line.startswith("| 1 |")]
-    assert rows == [
-        "| 1 | 1.0 | 1.9 | 4.0 |",
-        "| 1 | 1.93x (1.86 to 2.00) | 4.00x |",
-        "| 1 | 2.08x (2.00 to 2.15) |",
-        "| 1 | 1.75 | 0.58 |",
-    ]
-    authors = "| cpu (cpu) | Tiny / ngram | fly | 2 | built-in, report, 4 tasks | 1 | 2.075-2.075 | 66.7% ("
+    assert cells["accuracy: odd (3)"] == ["67%", "67%", "33%"]
+    rows = [line.strip("| ").split(" | ")[1:] for line in lines if line.startswith("| 1 |")]
+    assert rows[0] == ["1.0", "1.9", "4.0"]
+    assert [each.split(" (")[0] for each in rows[1]] == ["1.90x", "4.00x"]
+    assert [each.split(" (")[0] for each in rows[2]] == ["2.10x"]
+    assert rows[3] == ["1.73 (27 s)", "1.00 (16 s)", "0.58 (9 s)"]
+    assert [each.split(" (")[0] for each in rows[4]] == ["100.0%", "75.0%"]
+    authors = "| cpu (cpu) | Tiny / ngram | fly | 2 | built-in, report, 6 tasks | 1 | 2.100-2.100 | 75.0% ("
     assert any(line.startswith(authors) for line in lines)
     assert any("FLy is lossy" in line for line in lines)
 
 
 def test_an_unfinished_run_says_so():
-    assert "**Unfinished: 4 of 9 batches.**" in markdown(found(9), CONFIG, VERSIONS)
+    assert "**Unfinished: 6 of 9 batches.**" in markdown(found(9), CONFIG, VERSIONS)
     assert document(found(9), CONFIG, VERSIONS)["complete"] is False
 
 

@@ -54,11 +54,28 @@ def test_another_run_is_refused(tmp_path, changes, message):
         open_results(tmp_path, **{**ARGUMENTS, "resume": True, **changes})
 
 
-@pytest.mark.parametrize("content", ["", "{\n", '{"format": "another"}\n'])
+@pytest.mark.parametrize("content", ["", "{\n", '{"my": "own"}', '{"format": "another"}\n'])
 def test_another_file_is_refused(tmp_path, content):
     (tmp_path / "results.jsonl").write_text(content)
     with pytest.raises(ModelError, match="Name another --output"):
         open_results(tmp_path, **ARGUMENTS, resume=True)
+    assert (tmp_path / "results.jsonl").read_text() == content
+
+
+def test_a_folder_that_cannot_be_written_to_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ModelError, match="file/folder cannot be written to"):
+        open_results(tmp_path / "file" / "folder", **ARGUMENTS, resume=False)
+
+
+def test_tasks_come_again_until_there_are_enough_batches():
+    units = plan(5, [1, 4], [0], min_batches=3)
+    assert [unit.first for unit in units] == [0, 1, 2, 3, 4, 0, 4, 8]
+    assert [(unit.tasks, unit.num_scored) for unit in units[5:]] == [
+        ((0, 1, 2, 3), 4),
+        ((4, 0, 1, 2), 1),
+        ((3, 4, 0, 1), 0),
+    ]
 
 
 def test_every_task_is_scored_once_a_batch_size_and_seed_and_every_batch_is_full():

@@ -19,8 +19,18 @@ def test_accuracy_and_retention_and_who_is_lost():
     assert found.accuracy_by_family == {"even": pytest.approx(2 / 3), "odd": 0.0}
     assert found.num_by_family == {"even": 3, "odd": 2}
     same = quality(records, "standard", FAMILIES, greedy=True)
-    assert same.retention == Interval(1.0, 1.0, 1.0)
+    assert same.retention == Interval(1.0)
     assert (same.num_lost, same.num_won) == (0, 0)
+
+
+def test_where_all_tasks_agree_the_bounds_are_three_tasks_away():
+    scores = [1, 1, 0, 1, 0, 1, 1, 1]
+    found = quality(one_by_one(scores), "fly", FAMILIES, greedy=True)
+    assert (found.changed, found.num_lost) == (1.0, 0)
+    assert found.retention == Interval(1.0, 0.5, 1.5)
+    perfect = quality(one_by_one([1] * 8), "fly", FAMILIES, greedy=True)
+    assert perfect.accuracy == Interval(1.0, 5 / 8, 1.0)
+    assert perfect.retention == Interval(1.0, 5 / 8, 11 / 8)
 
 
 def test_the_intervals_are_those_of_scipys_bootstrap():
@@ -44,7 +54,7 @@ def test_the_intervals_are_those_of_scipys_bootstrap():
 def test_over_nothing_there_is_no_retention():
     found = quality(one_by_one([0, 0, 0]), "fly", FAMILIES, greedy=True)
     assert found.retention is None
-    assert found.accuracy == Interval(0.0, 0.0, 0.0)
+    assert found.accuracy == Interval(0.0)
     alone = quality(one_by_one([1]), "fly", FAMILIES, greedy=True)
     assert (alone.accuracy, alone.retention) == (Interval(1.0), Interval(1.0))
 
@@ -78,7 +88,7 @@ def test_speed_is_of_decoding_and_ratios_are_of_the_same_batches():
     assert found.over_standard.value == pytest.approx(2.1)
     assert 2.0 <= found.over_standard.low < 2.1 < found.over_standard.high <= 2.2
     assert found.total_over_standard == pytest.approx((6 + 3) / (12.6 + 3))
-    alone = speed(records[:1], "fly", "standard")
+    alone = speed(records[:5], "fly", "standard")
     assert (alone.over_target_only.low, alone.over_target_only.high) == (None, None)
 
 

@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import io
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -87,8 +88,10 @@ def _retention(panel: Any, found: Findings) -> None:
         if each is not None and each.low is not None and each.high is not None:
             ends = [[100 * (each.value - each.low)], [100 * (each.high - each.value)]]
             panel.errorbar(*next(iter(points.values())), yerr=ends, color=style["color"], capsize=4)
-        for size, point in points.items() if mode != STANDARD else ():
-            panel.annotate(f"B={size}", point, xytext=(5, 5), textcoords="offset points", fontsize="x-small")
+        # Neighbours at one height each have a line of their own.
+        by_speed = sorted(points.items(), key=lambda item: item[1]) if mode != STANDARD else []
+        for (size, point), height in zip(by_speed, itertools.cycle((6, 17, -14)), strict=False):
+            panel.annotate(f"B={size}", point, xytext=(5, height), textcoords="offset points", fontsize="x-small")
     panel.axhline(100, color=COLORS[0], linewidth=1, linestyle="--", label="target-only")
     panel.axvline(1, color=COLORS[0], linewidth=1, linestyle=":")
     panel.set_xlabel("decoding speed / target-only's (ratio of tokens/s)")

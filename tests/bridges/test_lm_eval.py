@@ -372,6 +372,12 @@ def test_the_command_line(model, tasks, tmp_path):
     assert done.stderr.splitlines()[-1].startswith("fly-jax: error: nope is not an option of the model fly_jax")
 
 
+def test_the_readmes_task_is_read_from_the_repository_root(lm, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    results = evaluate("docs/lm_eval", ["repeat"], lm=lm)
+    assert results["n-samples"]["repeat"]["effective"] == 12
+
+
 @pytest.mark.model
 def test_the_real_model(tasks):
     texts, results = {}, {}

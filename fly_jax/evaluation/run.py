@@ -106,14 +106,19 @@ class Evaluation:
 
     def _record(self, unit: Unit, generations: Sequence[Generation]) -> dict[str, Any]:
         scored = generations[: unit.num_scored]
-        counts = [each.counts for each in scored]
         names = ("drafted_per_position", "accepted_per_position", "deferred_per_position")
+
+        def total(name: str) -> list[int]:
+            # Of the same length where nothing is scored.
+            nothing = np.zeros_like(getattr(generations[0].counts, name))
+            return sum((getattr(each.counts, name) for each in scored), start=nothing).tolist()
+
         return {
             "prefill_seconds": generations[0].prefill_seconds,
             "decode_seconds": generations[0].decode_seconds,
             "num_tokens": sum(len(each.token_ids) for each in generations),
             "num_cycles": sum(each.num_cycles for each in generations),
-            **{name: np.sum([getattr(each, name) for each in counts], 0).tolist() for name in names},
+            **{name: total(name) for name in names},
             "texts": [self._text(i, each) for i, each in zip(unit.tasks, scored, strict=False)],
         }
 

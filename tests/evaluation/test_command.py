@@ -6,16 +6,19 @@ import re
 import shutil
 import sys
 
+import jax
 import pytest
 import tiny_models
 
 from fly_jax import cli
 from fly_jax.decode.checkpoint import load_model
 from fly_jax.decode.decoder_config import DecoderConfig
+from fly_jax.decode.generate import Generation
 from fly_jax.evaluation import run as evaluation_run
 from fly_jax.evaluation.command import fly_configs
 from fly_jax.evaluation.run import encode
 from fly_jax.evaluation.tasks import BUILTIN_NAME, load_tasks
+from fly_jax.metrics import AcceptanceCounts
 from fly_jax.sweep import num_reproduced
 from fly_jax.trace_file import load_trace
 
@@ -66,13 +69,13 @@ def test_a_stopped_run_reports_and_goes_on(folder, evaluate, monkeypatch):
             raise KeyboardInterrupt
         return whole(self, unit, *arguments)
 
-    arguments = (*FLY, "--batch-sizes", "1,2", "--min-batches", 1, "--trace", folder / "trace.npz")
+    arguments = (*FLY, "--batch-sizes", "1,2", "--trace", folder / "trace.npz")
     monkeypatch.setattr(evaluation_run.Evaluation, "run", stopped)
     status, out, err = evaluate("out", *arguments)
     assert status == cli.INTERRUPTED
-    assert "2 of 5 batches are done; the same command with --resume goes on" in " ".join(err.split())
+    assert "2 of 6 batches are done; the same command with --resume goes on" in " ".join(err.split())
     # Lines break where the folder's name makes them.
-    assert "Unfinished: 2 of 5 batches" in " ".join(out.split())
+    assert "Unfinished: 2 of 6 batches" in " ".join(out.split())
     assert json.loads((folder / "out" / "report.json").read_text())["complete"] is False
     assert not (folder / "trace.npz").exists()
 
@@ -103,8 +106,8 @@ def check_document(document):
         assert quality[size, MODES[2]]["deferrals"] > 0
         assert target_only["acceptance_by_position"] == []
         assert len(standard["acceptance_by_position"]) == 4
-    # The second batch of two is filled up with the first task, which is not scored again.
-    assert (quality[2, "standard"]["num_tasks"], speed[2, "standard"]["num_batches"]) == (3, 2)
+    # The second batch of two is filled up with the first task, the third holds tasks that are not scored again.
+    assert (quality[2, "standard"]["num_tasks"], speed[2, "standard"]["num_batches"]) == (3, 3)
     assert speed[2, "standard"]["num_tokens"] > speed[1, "standard"]["num_tokens"]
 
 
@@ -194,6 +197,14 @@ def test_modes_take_turns_in_going_first():
         "target-only",
         "standard",
     ]
+
+
+def test_a_batch_of_repeated_tasks_counts_for_speed_only():
+    generation = Generation((70, 71), (False, False), jax.device_get(AcceptanceCounts.zeros(4)), 2, 0.5, 0.25, "length")
+    evaluation = evaluation_run.Evaluation(None, [None], [[1]], [], None, [2])
+    record = evaluation._record(evaluation_run.Unit(1, 0, 3, (0,), 0), [generation])
+    assert (record["num_tokens"], record["decode_seconds"], record["texts"]) == (2, 0.25, [])
+    assert record["drafted_per_position"] == record["accepted_per_position"] == [0, 0, 0, 0]
 
 
 def test_a_model_without_a_chat_template_takes_raw_prompts(folder, evaluate, tmp_path):

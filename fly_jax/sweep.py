@@ -136,11 +136,6 @@ class Replay:
         return self.num_deferred / np.maximum(self.num_deferred + self.num_stops, 1)
 
     @property
-    def deferrals_per_token(self) -> np.ndarray:
-        """`[S]`: deferred tokens over emitted ones."""
-        return self.num_deferred / np.maximum(self.num_tokens, 1)
-
-    @property
     def logprob_loss(self) -> np.ndarray:
         """`[S]`: nats a deferred token, the target's log-probability given up against its argmax; 0 without any."""
         return self.loss / np.maximum(self.num_deferred, 1)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import rich.console
 
-from fly_jax import cli, fly_verify
+from fly_jax import cli, fly_verify, plotting
 from fly_jax.bench import growth, peers, timing, verify, verify_cases, verify_report
 from fly_jax.bench.verify_cases import CASES, CONFIG, Case, Draft
 
@@ -227,7 +227,7 @@ def test_nothing_is_cut_off_at_80_columns():
     ],
 )
 def test_what_a_user_can_fix_is_one_line(bench_verify, monkeypatch, options, message):
-    monkeypatch.setattr(growth, "has_matplotlib", lambda: False)
+    monkeypatch.setattr(plotting, "has_matplotlib", lambda: False)
     status, out, err = bench_verify(*options)
     assert (status, out) == (2, "")
     assert err.startswith(f"fly-jax: error: {message}")

@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib
-import importlib.util
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -142,11 +141,6 @@ def _fits(case: Case) -> bool:
 def size_text(size: int) -> str:
     """Large sizes in units of 1024."""
     return f"{size // 1024}k" if size % 1024 == 0 else str(size)
-
-
-def has_matplotlib() -> bool:
-    """Whether the plot can be drawn."""
-    return importlib.util.find_spec("matplotlib") is not None
 
 
 def plot(curves: Sequence[Curve], path: str, *, title: str, clock: str) -> None:

@@ -11,6 +11,7 @@ from fly_jax.bench import verify, verify_report
 from fly_jax.bench.peers import installed_peers
 from fly_jax.decode.errors import ModelError
 from fly_jax.decode.report import progress_bars, versions
+from fly_jax.plotting import check_plot
 
 
 def bench_verify(cases: str, *, rounds: int, clock: str, growth: bool, plot: Path | None, json_output: bool) -> bool:
@@ -28,7 +29,7 @@ def bench_verify(cases: str, *, rounds: int, clock: str, growth: bool, plot: Pat
       ModelError: an option cannot be used as it is given.
     """
     names = _case_names(cases, verify.case_names(), growth)
-    _check_plot(plot)
+    check_plot(plot)
     peers, left_out = installed_peers(clock)
     settings = verify.Settings(rounds, clock, peers)
     result, curves = verify.VerifyBench(), None
@@ -59,16 +60,3 @@ def _case_names(text: str, known: Sequence[str], growth: bool) -> Sequence[str]:
     if unknown := [name for name in names if name not in known]:
         raise ModelError(f"--cases has no {unknown[0]!r}; it takes all, none (with --growth), or {', '.join(known)}.")
     return names
-
-
-def _check_plot(path: Path | None) -> None:
-    """Before minutes of measuring."""
-    if path is None:
-        return
-    if path.suffix != ".png" or not path.absolute().parent.is_dir():
-        raise ModelError(f"--plot must be a .png file in a folder that exists, got {path}.")
-    if not growth_bench.has_matplotlib():
-        raise ModelError(
-            "--plot needs matplotlib; install the bench extra: pip install 'fly-jax[bench]', or -e '.[bench]' in the "
-            "repository."
-        )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import importlib.util
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +15,7 @@ from rich.table import Table
 
 from fly_jax.decode.errors import ModelError
 from fly_jax.decode.report import versions
+from fly_jax.plotting import check_plot
 from fly_jax.sweep import Replay, Settings, num_reproduced, replay
 from fly_jax.trace import TOP_K
 from fly_jax.trace_file import Trace, load_trace
@@ -85,7 +85,7 @@ def sweep(options: Mapping[str, Any]) -> None:
     Raises:
       ModelError: the trace or an option cannot be used as it is given.
     """
-    _check_plot(options["plot"])
+    check_plot(options["plot"])
     for name in ("max_deferral_rate", "max_logprob_loss", "far_below"):
         if options[name] is not None and not 0 <= options[name] < math.inf:
             raise ModelError(f"--{name.replace('_', '-')} must be a number of at least 0, got {options[name]}.")
@@ -283,18 +283,6 @@ def _document(trace: Trace, options: Mapping[str, Any], shown: Sequence[Outcome]
         "settings": [dataclasses.asdict(each) for each in shown],
         "statement": STATEMENT,
     }
-
-
-def _check_plot(path: Path | None) -> None:
-    if path is None:
-        return
-    if path.suffix != ".png" or not path.absolute().parent.is_dir():
-        raise ModelError(f"--plot must be a .png file in a folder that exists, got {path}.")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ModelError(
-            "--plot needs matplotlib; install the bench extra: pip install 'fly-jax[bench]', or -e '.[bench]' in the "
-            "repository."
-        )
 
 
 def plot(allowed: Sequence[Outcome], best: Sequence[Outcome], path: Path, *, title: str) -> None:

@@ -240,8 +240,9 @@ def _report(
 
 
 def _draw(found: Findings, config: Mapping[str, Any], folder: Path) -> None:
-    from fly_jax.evaluation.plots import has_matplotlib, pictures
+    from fly_jax.evaluation.plots import pictures
     from fly_jax.evaluation.report import write_whole
+    from fly_jax.plotting import has_matplotlib
 
     if not has_matplotlib():
         logger.warning(

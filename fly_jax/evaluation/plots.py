@@ -1,7 +1,6 @@
 """An evaluation as pictures: drafts kept by position, speed against batch size, retention against speed."""
 
 import importlib
-import importlib.util
 import io
 import itertools
 from collections.abc import Callable, Mapping
@@ -12,11 +11,6 @@ from fly_jax.evaluation.run import STANDARD, TARGET_ONLY
 
 COLORS = ("tab:gray", "tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown", "tab:pink")
 MARKERS = "os^Dv<>P"
-
-
-def has_matplotlib() -> bool:
-    """Whether pictures can be drawn."""
-    return importlib.util.find_spec("matplotlib") is not None
 
 
 def pictures(found: Findings, title: str) -> dict[str, bytes]:

@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from fly_jax import inputs as edge
-from fly_jax.acceptance import accept
 from fly_jax.config import FlyConfig
-from fly_jax.deferral import defer
-from fly_jax.emission import emit
-from fly_jax.inputs import Inputs
 from fly_jax.noise import VllmV2Noise, philox_uniform, verify_noise
-from fly_jax.scoring import score_draft, score_target
+from fly_jax.rule import edge
+from fly_jax.rule.acceptance import accept
+from fly_jax.rule.deferral import defer
+from fly_jax.rule.edge import Inputs
+from fly_jax.rule.emission import emit
+from fly_jax.rule.scoring import score_draft, score_target
 
 
 @functools.partial(

@@ -1,5 +1,6 @@
 """Row statistics of logits: the only code that reads whole rows of the vocabulary."""
 
+from .api import IMPLEMENTATIONS, entropies_at, row_statistics
 from .blocks import (
     BLOCK,
     argmax_and_max,
@@ -9,7 +10,6 @@ from .blocks import (
     gather_rows,
     to_key,
 )
-from .dispatch import IMPLEMENTATIONS, entropies_at, row_statistics
 from .search import kth_largest, largest_passing, smallest_in_nucleus
 from .statistics import TINY, RowStatistics, probability, shift_of
 from .xla import mask_columns, row_mass

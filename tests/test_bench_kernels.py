@@ -9,10 +9,10 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from fly_jax import cli
 from fly_jax.bench import kernels as bench
 from fly_jax.bench import offline
-from fly_jax.decode.errors import ModelError
+from fly_jax.cli import app as cli
+from fly_jax.errors import UserError
 from fly_jax.kernels import triton as kernel
 
 LIMITS = {  # of registers; NVIDIA's files have 65536 for up to 2048 threads, AMD's 512 for up to 8 wavefronts
@@ -76,7 +76,7 @@ def test_only_large_cases_have_a_goal():
 
 
 def refused(*options):
-    with pytest.raises(ModelError) as error:
+    with pytest.raises(UserError) as error:
         CliRunner().invoke(cli.app, ["bench", "kernels", *options], catch_exceptions=False)
     assert "\n" not in str(error.value)
     return str(error.value)

@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 import rich.console
 
-from fly_jax import cli, fly_verify, plotting
+from fly_jax import fly_verify
 from fly_jax.bench import growth, peers, timing, verify, verify_cases, verify_report
 from fly_jax.bench.verify_cases import CASES, CONFIG, Case, Draft
+from fly_jax.cli import app as cli
+from fly_jax.cli import plotting
 
 SMALL = tuple(dataclasses.replace(case, vocab_size=300) for case in CASES)
 BY_NAME = {case.name: case for case in SMALL}

@@ -10,8 +10,8 @@ from scipy import stats
 
 import fly_jax
 from fly_jax.decode.sampling import draft_token
-from fly_jax.emission import inverse_cdf
 from fly_jax.noise import verify_noise
+from fly_jax.rule.emission import inverse_cdf
 
 V, K = 16, 2
 TRIALS = 50_000

@@ -9,7 +9,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from fly_jax import kernels, processing
+from fly_jax import kernels
+from fly_jax.rule import thresholds
 
 DTYPES = [np.float32, ml_dtypes.bfloat16, np.float16]
 SIZES = [1, 7, 128, 300, 1024]
@@ -97,9 +98,9 @@ def test_division_is_division(divisor):
     """XLA would multiply by the reciprocal, which differs in the last place for a quarter of all quotients."""
     values = np.random.default_rng(0).normal(size=1000).astype(np.float32)
     values[0] = np.nan
-    result = jax.jit(lambda values: processing.divide(values, jnp.asarray(divisor)))(values)
+    result = jax.jit(lambda values: thresholds.divide(values, jnp.asarray(divisor)))(values)
     np.testing.assert_array_equal(result, values / divisor)
-    constant = jax.jit(lambda values: processing.divide(values, jnp.full(1000, 0.7, jnp.float32)))(values)
+    constant = jax.jit(lambda values: thresholds.divide(values, jnp.full(1000, 0.7, jnp.float32)))(values)
     np.testing.assert_array_equal(constant, values / np.float32(0.7))
 
 
@@ -114,8 +115,8 @@ def test_ties_that_the_division_makes_are_kept(temperature):
     quotients = values / np.float32(temperature)
     assert len(np.unique(quotients)) < values.size
     for k in range(1, values.size):
-        params = processing.SamplingParams(jnp.full(1, temperature, jnp.float32), jnp.full(1, k, jnp.int32))
-        threshold = jax.jit(processing.thresholds)(values, values.max(1), params.temperature, params)
+        params = thresholds.SamplingParams(jnp.full(1, temperature, jnp.float32), jnp.full(1, k, jnp.int32))
+        threshold = jax.jit(thresholds.thresholds)(values, values.max(1), params.temperature, params)
         np.testing.assert_array_equal(values >= np.asarray(threshold), quotients >= np.sort(quotients[0])[-k])
 
 
@@ -131,14 +132,14 @@ def test_masks_in_their_order(size, seed):
     values = np.round(rng.normal(size=(4, size)) * 3, 1).astype(np.float32)
     temperature = np.array([0.7, 1.0, 3.0, 0.0], np.float32)
     top_k, top_p, min_p = rng.integers(1, 40, 4), rng.uniform(0.3, 0.95, 4), rng.uniform(0.001, 0.2, 4)
-    params = processing.SamplingParams(
+    params = thresholds.SamplingParams(
         jnp.asarray(temperature),
         jnp.asarray(top_k, jnp.int32),
         jnp.asarray(top_p, jnp.float32),
         jnp.asarray(min_p, jnp.float32),
     )
-    divisor = processing.divisor(params.temperature)
-    result = np.asarray(jax.jit(processing.thresholds)(values, values.max(1), divisor, params))
+    divisor = thresholds.divisor(params.temperature)
+    result = np.asarray(jax.jit(thresholds.thresholds)(values, values.max(1), divisor, params))
     for row in range(3):
         scaled = values[row] / temperature[row]
         kept = np.sort(scaled)[::-1].astype(np.float64)
@@ -155,8 +156,8 @@ def test_the_search_is_exact_over_all_floats(spread):
     """Top-k of values around zero, tiny distances, and the whole range."""
     values = (np.array([[-1.0, -0.5, 0.0, 0.25, 1.0]]) * spread).astype(np.float32)
     for k in range(1, 5):
-        params = processing.SamplingParams(jnp.ones(1), jnp.full(1, k, jnp.int32))
-        threshold = processing.thresholds(jnp.asarray(values), jnp.asarray(values.max(1)), jnp.ones(1), params)
+        params = thresholds.SamplingParams(jnp.ones(1), jnp.full(1, k, jnp.int32))
+        threshold = thresholds.thresholds(jnp.asarray(values), jnp.asarray(values.max(1)), jnp.ones(1), params)
         assert (values >= np.asarray(threshold)).sum() == (5 if spread == 0 else k)
 
 

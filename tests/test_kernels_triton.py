@@ -19,7 +19,7 @@ from row_statistics_reference import check, row_statistics, special_operands, sp
 
 import fly_jax
 from fly_jax import compat, kernels
-from fly_jax.kernels import dispatch, triton
+from fly_jax.kernels import api, triton
 from fly_jax.kernels.statistics import RowOperands
 
 F32, BF16, F16 = np.float32, ml_dtypes.bfloat16, np.float16
@@ -230,7 +230,7 @@ def test_verification_reads_the_logits_once_a_pass(platform, mode):
     call = {"target_logits": jax.ShapeDtypeStruct((2, 4, 1000), jnp.bfloat16), **options}
     call["draft_token_ids"] = jax.ShapeDtypeStruct((2, 3), jnp.int32)
     module = lowered(lambda call: fly_jax.fly_verify(**call), platform, call)
-    assert kernel_names(module) == [triton.NAME] * (num_kernels if platform in dispatch.GPU_PLATFORMS else 0)
+    assert kernel_names(module) == [triton.NAME] * (num_kernels if platform in api.GPU_PLATFORMS else 0)
 
 
 def test_rows_beyond_int32_offsets_are_read_by_row():

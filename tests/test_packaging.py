@@ -9,7 +9,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-SUBPACKAGES = ("fly_jax", "fly_jax.kernels", "fly_jax.bridges", "fly_jax.decode", "fly_jax.bench", "fly_jax.evaluation")
+SUBPACKAGES = (
+    "fly_jax",
+    "fly_jax.rule",
+    "fly_jax.kernels",
+    "fly_jax.traces",
+    "fly_jax.decode",
+    "fly_jax.decode.checkpoints",
+    "fly_jax.evaluation",
+    "fly_jax.bench",
+    "fly_jax.cli",
+    "fly_jax.bridges",
+)
 
 
 def modules_of_the_tree():

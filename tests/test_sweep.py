@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from test_trace import CONFIG, K, make_call, record, written
 
-from fly_jax import FlyConfig, cli
-from fly_jax.sweep import Settings, num_reproduced, replay, replay_cycles
-from fly_jax.trace import DEFERRABLE, DEFERRED, NATIVELY_ACCEPTED
-from fly_jax.trace_file import Trace, TraceWriter, save_trace
+from fly_jax import FlyConfig
+from fly_jax.cli import app as cli
+from fly_jax.traces.file import Trace, TraceWriter, save_trace
+from fly_jax.traces.record import DEFERRABLE, DEFERRED, NATIVELY_ACCEPTED
+from fly_jax.traces.replay import Settings, num_reproduced, replay, replay_cycles
 
 SETTINGS = Settings.grid((1, 2, 4), (0.2, 0.55, 0.9, math.inf), (1, 3, 8))
 
@@ -104,7 +105,7 @@ def plain_replay(trace, window_size, threshold, top_k, far_below):
 @pytest.mark.parametrize("with_q", [True, False])
 def test_the_figures_are_those_of_a_plain_replay(with_q, monkeypatch):
     trace = synthetic(1, with_q=with_q)
-    monkeypatch.setattr("fly_jax.sweep._MOST_ELEMENTS", 36 * K * 70)  # chunks of 70 cycles, the last one short
+    monkeypatch.setattr("fly_jax.traces.replay._MOST_ELEMENTS", 36 * K * 70)  # chunks of 70 cycles, the last one short
     result = replay(trace, SETTINGS, far_below=1.5)
     for i, setting in enumerate(triples(SETTINGS)):
         for name, value in plain_replay(trace, *setting, far_below=1.5).items():

@@ -8,8 +8,8 @@ import pytest
 import reference
 
 from fly_jax import FlyConfig, VerifyNoise, fly_verify
-from fly_jax.trace import DEFERRABLE, DEFERRED, NATIVELY_ACCEPTED, TOP_K, trace_flattened_rows, trace_rows
-from fly_jax.trace_file import Trace, TraceWriter, load_trace, save_trace
+from fly_jax.traces.file import Trace, TraceWriter, load_trace, save_trace
+from fly_jax.traces.record import DEFERRABLE, DEFERRED, NATIVELY_ACCEPTED, TOP_K, trace_flattened_rows, trace_rows
 
 B, K, V = 16, 8, 40
 CONFIG = FlyConfig(1, 0.6, 3)

@@ -8,7 +8,7 @@ import tokenizers
 from safetensors.numpy import save_file
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from fly_jax.decode.weights import expected_shapes
+from fly_jax.decode.checkpoints.weights import expected_shapes
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 MERGES = [("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("Ġ", "w"), ("1", "2"), ("12", "3"), ("Ġ", "Ġ")]

@@ -6,7 +6,7 @@ import sys
 from lm_eval.__main__ import cli_evaluate
 
 import fly_jax.bridges.lm_eval  # noqa: F401 - registers the model
-from fly_jax.decode.errors import ModelError
+from fly_jax.errors import UserError
 
 
 def main() -> None:
@@ -15,7 +15,7 @@ def main() -> None:
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
     try:
         cli_evaluate()
-    except ModelError as error:
+    except UserError as error:
         print(f"fly-jax: error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
 

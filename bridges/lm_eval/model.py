@@ -15,14 +15,14 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from fly_jax.bridges.lm_eval.options import GenerationSettings, Options
-from fly_jax.decode import command
+from fly_jax.cli import generate as command
+from fly_jax.cli.tables import figures_fields, versions
 from fly_jax.decode.comparison import Figures
-from fly_jax.decode.errors import ModelError
 from fly_jax.decode.generate import Generation, Generator
 from fly_jax.decode.loglikelihood import capacity, loglikelihood_batch
-from fly_jax.decode.report import figures_fields, versions
+from fly_jax.errors import UserError
 from fly_jax.metrics import AcceptanceCounts
-from fly_jax.processing import SamplingParams
+from fly_jax.rule.thresholds import SamplingParams
 
 # A child of the harness's logger, which shows what it logs.
 logger = logging.getLogger("lm_eval.fly_jax")
@@ -43,7 +43,7 @@ class FlyJaxLM(TemplateLM):
           **options: see `Options`.
 
         Raises:
-          ModelError: an option is wrong, or a model cannot be read.
+          UserError: an option is wrong, or a model cannot be read.
         """
         super().__init__()
         self.options = Options.from_model_args(options)
@@ -88,7 +88,7 @@ class FlyJaxLM(TemplateLM):
         """The text of a conversation; without `add_generation_prompt` it breaks off where its last message does.
 
         Raises:
-          ModelError: the model has no template, or it refuses the messages or changes the last one.
+          UserError: the model has no template, or it refuses the messages or changes the last one.
         """
         text = self.tokenizer.apply_chat_template(chat_history, add_generation_prompt)
         if add_generation_prompt:
@@ -98,9 +98,7 @@ class FlyJaxLM(TemplateLM):
             position = text.rfind(begun)
             if position >= 0:
                 return text[: position + len(begun)]
-        raise ModelError(
-            f"The model's chat template changes the beginning of an answer {last!r}: leave gen_prefix out."
-        )
+        raise UserError(f"The model's chat template changes the beginning of an answer {last!r}: leave gen_prefix out.")
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """One text a request, cut before the first of its stop strings."""
@@ -216,10 +214,10 @@ class FlyJaxLM(TemplateLM):
         """The ends of the texts that do not fit.
 
         Raises:
-          ModelError: there is room for nothing.
+          UserError: there is room for nothing.
         """
         if room and min(room) < 1:
-            raise ModelError(
+            raise UserError(
                 f"What is generated or scored leaves no room for a prompt in max_model_len={self.max_length}: "
                 f"raise that by at least {1 - min(room)}, or lower max_gen_toks."
             )

@@ -6,9 +6,9 @@ from typing import Any
 
 from lm_eval.models.utils import normalize_gen_kwargs
 
-from fly_jax.decode import command
-from fly_jax.decode.errors import ModelError
-from fly_jax.processing import SamplingParams
+from fly_jax.cli import generate as command
+from fly_jax.errors import UserError
+from fly_jax.rule.thresholds import SamplingParams
 
 DRAFTERS = ("ngram", "draft-model", "layer-skip", "none")
 REJECTION_SAMPLE_METHODS = ("standard", "fly")
@@ -64,12 +64,12 @@ class Options:
         """The options as the harness gives them, checked.
 
         Raises:
-          ModelError: an option is unknown, out of range, or without effect.
+          UserError: an option is unknown, out of range, or without effect.
         """
         names = [field.name for field in dataclasses.fields(cls)]
         unknown = sorted(given.keys() - set(names))
         if unknown:
-            raise ModelError(f"{unknown[0]} is not an option of the model fly_jax; there are {', '.join(names)}.")
+            raise UserError(f"{unknown[0]} is not an option of the model fly_jax; there are {', '.join(names)}.")
         values = dict(given)
         if isinstance(layers := values.get("skip_layers"), int | list | tuple):
             values["skip_layers"] = ",".join(map(str, [layers] if isinstance(layers, int) else layers))
@@ -85,17 +85,15 @@ class Options:
             if name == "max_model_len" and value is None:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**32:
-                raise ModelError(f"{name} must be an integer of at least {least}, got {value!r}.")
+                raise UserError(f"{name} must be an integer of at least {least}, got {value!r}.")
         for name, allowed in (("drafter", DRAFTERS), ("rejection_sample_method", REJECTION_SAMPLE_METHODS)):
             if getattr(self, name) not in allowed:
-                raise ModelError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}.")
+                raise UserError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}.")
         if self.rejection_sample_method == "fly" and self.drafter == "none":
-            raise ModelError(
-                "rejection_sample_method=fly needs draft tokens, got drafter=none: choose another drafter."
-            )
+            raise UserError("rejection_sample_method=fly needs draft tokens, got drafter=none: choose another drafter.")
         idle = [name for name in _FLY_OPTIONS if getattr(self, name) is not None]
         if idle and self.rejection_sample_method != "fly":
-            raise ModelError(f"{idle[0]} has no effect without rejection_sample_method=fly: set that as well.")
+            raise UserError(f"{idle[0]} has no effect without rejection_sample_method=fly: set that as well.")
         command.check_drafter_options(dataclasses.asdict(self))
 
 
@@ -118,15 +116,15 @@ class GenerationSettings:
         """Reads a task's `generation_kwargs`.
 
         Raises:
-          ModelError: one is unknown here, or not a number.
+          UserError: one is unknown here, or not a number.
         """
         given: dict[str, Any] = normalize_gen_kwargs(dict(generation_kwargs), default_max_gen_toks=max_gen_toks)
         until, max_tokens, samples = (given.pop(name) for name in ("until", "max_gen_toks", "do_sample"))
         if given.pop("num_beams", 1) != 1:
-            raise ModelError("generation_kwargs has num_beams, but beam search is not available here: leave it out.")
+            raise UserError("generation_kwargs has num_beams, but beam search is not available here: leave it out.")
         unknown = sorted(given.keys() - _SAMPLING_OFF.keys())
         if unknown:
-            raise ModelError(
+            raise UserError(
                 f"generation_kwargs has {unknown[0]}, which is not available here; there are until, max_gen_toks, "
                 f"do_sample, {', '.join(_SAMPLING_OFF)}."
             )
@@ -134,5 +132,5 @@ class GenerationSettings:
         values = {**_SAMPLING_OFF, **({"temperature": 1.0} if samples else {}), **given}
         for name, value in values.items():
             if not isinstance(value, int | float) or isinstance(value, bool):
-                raise ModelError(f"generation_kwargs has {name}={value!r}: it must be a number.")
+                raise UserError(f"generation_kwargs has {name}={value!r}: it must be a number.")
         return cls(tuple(each for each in until if each), max_tokens, command.sampling_params(values))

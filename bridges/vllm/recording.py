@@ -32,8 +32,8 @@ from fly_jax.bridges.vllm import counting, v1
 from fly_jax.bridges.vllm.settings import Settings
 from fly_jax.config import FlyConfig
 from fly_jax.noise import VerifyNoise
-from fly_jax.trace import DEFERRED, TraceRows, trace_flattened_rows
-from fly_jax.trace_file import TraceWriter
+from fly_jax.traces.file import TraceWriter
+from fly_jax.traces.record import DEFERRED, TraceRows, trace_flattened_rows
 from fly_jax.verify import fly_verify_rows
 
 logger = logging.getLogger("vllm.fly_jax")

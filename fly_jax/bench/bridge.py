@@ -14,8 +14,8 @@ from rich.table import Table
 from fly_jax.bench import timing
 from fly_jax.bench.ratios import Ratio
 from fly_jax.bridges.vllm import v1
+from fly_jax.cli.tables import progress_bars, versions
 from fly_jax.config import FlyConfig
-from fly_jax.decode.report import progress_bars, versions
 
 GOAL = 1.5
 VOCAB_SIZE = 49152

@@ -16,15 +16,15 @@ from rich.table import Table
 
 from fly_jax.bench.ratios import Ratio
 from fly_jax.config import FlyConfig
-from fly_jax.decode.checkpoint import LoadedModel
+from fly_jax.decode.checkpoints.load import LoadedModel
 from fly_jax.decode.cycle import DecodeState
 from fly_jax.decode.drafters import PromptLookup, empty_cache
-from fly_jax.decode.errors import ModelError
 from fly_jax.decode.generate import Generator
 from fly_jax.decode.model import Decoder, KVCache
 from fly_jax.decode.prompts import BUILTIN_PROMPTS
+from fly_jax.errors import UserError
 from fly_jax.noise import request_keys
-from fly_jax.processing import SamplingParams
+from fly_jax.rule.thresholds import SamplingParams
 
 NUM_DRAFT_TOKENS = 8
 """K of the step and cycle ratios."""
@@ -57,10 +57,10 @@ def measure(loaded: LoadedModel, *, rounds: int, progress: Callable[[str, float]
       progress: called with what is being done and the fraction done.
 
     Raises:
-      ModelError: the weights are not float32, or the model's context is shorter than the benchmark's.
+      UserError: the weights are not float32, or the model's context is shorter than the benchmark's.
     """
     if loaded.decoder.embedding[...].dtype != jnp.float32:
-        raise ModelError("The floor of this benchmark is reading float32 weights: load the model in float32.")
+        raise UserError("The floor of this benchmark is reading float32 weights: load the model in float32.")
     seconds = _measure_steps(loaded.decoder, _encode(loaded)[0], rounds, progress)
     names = ("floor", "one", "many", "cycle", "products of one", "products of many")
     floor, one, many, cycle, products_one, products_many = (np.asarray(seconds[name]) for name in names)

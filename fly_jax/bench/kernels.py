@@ -21,8 +21,8 @@ from rich.table import Table
 from fly_jax import kernels
 from fly_jax.bench import offline, timing
 from fly_jax.bench.ratios import Ratio
-from fly_jax.decode.errors import ModelError
-from fly_jax.decode.report import progress_bars, versions
+from fly_jax.cli.tables import progress_bars, versions
+from fly_jax.errors import UserError
 
 GOAL = 0.85
 """Of a copy's bytes a second, for the cases that have a goal."""
@@ -98,7 +98,7 @@ def bench_kernels(*, compile_only: bool, rounds: int, json_output: bool) -> None
       json_output: print one JSON document instead of a table.
 
     Raises:
-      ModelError: there is no GPU, or, with `compile_only`, no triton package.
+      UserError: there is no GPU, or, with `compile_only`, no triton package.
     """
     if compile_only:
         _require_triton()
@@ -125,7 +125,7 @@ def _require_triton() -> None:
     try:
         importlib.import_module("triton")
     except ModuleNotFoundError:
-        raise ModelError(
+        raise UserError(
             "--compile-only needs the triton package; install the triton extra: pip install 'fly-jax[triton]', or "
             "-e '.[triton]' in the repository."
         ) from None
@@ -133,7 +133,7 @@ def _require_triton() -> None:
 
 def _require_gpu() -> None:
     if jax.default_backend() != "gpu":
-        raise ModelError(
+        raise UserError(
             f"bench kernels measures GPUs and jax has only {jax.default_backend()} devices here; --compile-only "
             "compiles the kernels without one."
         )

@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fly_jax.config import FlyConfig
-from fly_jax.decode.checkpoint import LoadedModel
+from fly_jax.decode.checkpoints.load import LoadedModel
+from fly_jax.decode.checkpoints.weights import Progress
 from fly_jax.decode.drafters import Drafter
 from fly_jax.decode.generate import Generation, Generator
 from fly_jax.decode.prompts import Prompt
-from fly_jax.decode.weights import Progress
 from fly_jax.metrics import AcceptanceCounts
-from fly_jax.processing import SamplingParams
+from fly_jax.rule.thresholds import SamplingParams
 
 MODES = ("target-only", "standard", "fly")
 """In the order in which they are run and shown."""
@@ -203,7 +203,7 @@ def prepare(
       report: called with what is being done and the fraction done.
 
     Raises:
-      ModelError: a prompt does not fit the context, or the drafter the target.
+      UserError: a prompt does not fit the context, or the drafter the target.
     """
     token_ids = [_encode(loaded, prompt.text, raw=raw) for prompt in prompts]
     needed = max(len(each) for each in token_ids) + max_tokens

@@ -16,8 +16,8 @@ from fly_jax.config import FlyConfig
 from fly_jax.decode.drafters import Draft, DraftContext, Drafter
 from fly_jax.decode.model import Decoder, KVCache
 from fly_jax.metrics import AcceptanceCounts
-from fly_jax.processing import SamplingParams
-from fly_jax.trace import TraceRows, trace_rows
+from fly_jax.rule.thresholds import SamplingParams
+from fly_jax.traces.record import TraceRows, trace_rows
 from fly_jax.verify import Verification, fly_verify
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fly_jax.decode.errors import ModelError
+from fly_jax.errors import UserError
 
 SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3")
 
@@ -62,7 +62,7 @@ class DecoderConfig:
     and key head; `rope_scaling` None means plain rotary embeddings.
 
     Raises:
-        ModelError: when sizes do not fit together.
+        UserError: when sizes do not fit together.
     """
 
     vocab_size: int
@@ -84,23 +84,23 @@ class DecoderConfig:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.type is int and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ModelError(f"{field.name} must be a positive integer, got {value!r}: check the model's config.")
+                raise UserError(f"{field.name} must be a positive integer, got {value!r}: check the model's config.")
             if field.type is float and not (isinstance(value, float) and 0.0 < value < math.inf):
-                raise ModelError(f"{field.name} must be a positive number, got {value!r}: check the model's config.")
+                raise UserError(f"{field.name} must be a positive number, got {value!r}: check the model's config.")
         if self.num_heads % self.num_kv_heads:
-            raise ModelError(
+            raise UserError(
                 f"num_heads must be a multiple of num_kv_heads, got {self.num_heads} and {self.num_kv_heads}: "
                 "check the model's config."
             )
         if self.head_dim % 2:
-            raise ModelError(f"head_dim must be even for rotary embeddings, got {self.head_dim}.")
+            raise UserError(f"head_dim must be even for rotary embeddings, got {self.head_dim}.")
         factors = self.rope_scaling.factors if isinstance(self.rope_scaling, FactorRope) else None
         if factors is not None and len(factors) != self.head_dim // 2:
-            raise ModelError(f"rope_freqs must have head_dim / 2 = {self.head_dim // 2} factors, got {len(factors)}.")
+            raise UserError(f"rope_freqs must have head_dim / 2 = {self.head_dim // 2} factors, got {len(factors)}.")
         with np.errstate(all="ignore"):
             frequencies = self.rope_frequencies()
         if not (np.isfinite(frequencies) & (frequencies > 0)).all():
-            raise ModelError(f"rope_scaling must give positive, finite frequencies, got {self.rope_scaling}.")
+            raise UserError(f"rope_scaling must give positive, finite frequencies, got {self.rope_scaling}.")
 
     def rope_frequencies(self) -> np.ndarray:
         """Angle per position of each rotated pair: [head_dim / 2] float32, scaling included."""
@@ -115,18 +115,18 @@ class DecoderConfig:
         """Reads a parsed Hugging Face `config.json`, in transformers 4's or 5's spelling.
 
         Raises:
-            ModelError: when the architecture is not one this decoder computes exactly, or a field is missing or bad.
+            UserError: when the architecture is not one this decoder computes exactly, or a field is missing or bad.
         """
         model_type = config_json.get("model_type")
         if model_type not in SUPPORTED_MODEL_TYPES:
-            raise ModelError(
+            raise UserError(
                 f"model_type {model_type!r} is not supported: this decoder runs {', '.join(SUPPORTED_MODEL_TYPES)}."
             )
         _reject_unsupported(config_json)
         hidden_size = _integer(config_json, "hidden_size")
         num_heads = _integer(config_json, "num_attention_heads")
         if num_heads < 1:
-            raise ModelError(f"num_attention_heads must be positive, got {num_heads}: check the model's config.json.")
+            raise UserError(f"num_attention_heads must be positive, got {num_heads}: check the model's config.json.")
         rope_theta, rope_scaling = _rope(config_json)
         head_dim = 128 if model_type == "qwen3" else hidden_size // num_heads
         return cls(
@@ -150,17 +150,17 @@ class DecoderConfig:
 def _reject_unsupported(config_json: Mapping[str, Any]) -> None:
     for name in ("attention_bias", "mlp_bias", "use_sliding_window"):
         if config_json.get(name):
-            raise ModelError(f"{name}={config_json[name]!r} is not supported: this decoder needs it to be false.")
+            raise UserError(f"{name}={config_json[name]!r} is not supported: this decoder needs it to be false.")
     activation = config_json.get("hidden_act", "silu")
     if activation != "silu":
-        raise ModelError(f"hidden_act={activation!r} is not supported: this decoder computes 'silu' only.")
+        raise UserError(f"hidden_act={activation!r} is not supported: this decoder computes 'silu' only.")
     layer_types = set(config_json.get("layer_types") or ()) - {"full_attention"}
     if layer_types:
-        raise ModelError(
+        raise UserError(
             f"layer_types has {', '.join(sorted(layer_types))}: this decoder computes 'full_attention' only."
         )
     if config_json.get("quantization_config"):
-        raise ModelError(
+        raise UserError(
             "quantization_config is set: quantized Hugging Face folders are not supported; "
             "pass the unquantized folder or a GGUF file."
         )
@@ -171,7 +171,7 @@ def _rope(config_json: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     theta = _number(rope, "rope_theta", None) if "rope_theta" in rope else _number(config_json, "rope_theta", 10000.0)
     rotated = rope.get("partial_rotary_factor", config_json.get("partial_rotary_factor", 1.0))
     if rotated != 1.0:
-        raise ModelError(f"partial_rotary_factor={rotated!r} is not supported: this decoder rotates whole heads (1.0).")
+        raise UserError(f"partial_rotary_factor={rotated!r} is not supported: this decoder rotates whole heads (1.0).")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return theta, None
@@ -184,14 +184,14 @@ def _rope(config_json: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
             high_freq_factor=_number(rope, "high_freq_factor", None),
             original_max_position_embeddings=_integer(rope, "original_max_position_embeddings"),
         )
-    raise ModelError(f"rope_type {kind!r} is not supported: this decoder computes 'default', 'linear' and 'llama3'.")
+    raise UserError(f"rope_type {kind!r} is not supported: this decoder computes 'default', 'linear' and 'llama3'.")
 
 
 def _integer(config_json: Mapping[str, Any], name: str, default: int | None = None) -> int:
     value = config_json.get(name)
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ModelError(f"{name} must be an integer, got {value!r}: check the model's config.json.")
+        raise UserError(f"{name} must be an integer, got {value!r}: check the model's config.json.")
     return value
 
 
@@ -199,5 +199,5 @@ def _number(config_json: Mapping[str, Any], name: str, default: float | None) ->
     value = config_json.get(name)
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ModelError(f"{name} must be a number, got {value!r}: check the model's config.json.")
+        raise UserError(f"{name} must be a number, got {value!r}: check the model's config.json.")
     return float(value)

@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from fly_jax.decode.errors import ModelError
 from fly_jax.decode.model import Decoder, KVCache
 from fly_jax.decode.sampling import draft_token
+from fly_jax.decode.vocab import VocabMapping
+from fly_jax.errors import UserError
 from fly_jax.kernels import row_statistics
-from fly_jax.processing import SamplingParams
-from fly_jax.vocab import VocabMapping
+from fly_jax.rule.thresholds import SamplingParams
 
 DRAFT_SAMPLE_METHODS = ("greedy", "probabilistic")
 
@@ -130,7 +130,7 @@ class PromptLookup:
       prompt_lookup_min: the shortest.
 
     Raises:
-      ModelError: a number is out of range.
+      UserError: a number is out of range.
     """
 
     num_speculative_tokens: int
@@ -140,7 +140,7 @@ class PromptLookup:
     def __post_init__(self) -> None:
         _check_num_speculative_tokens(self.num_speculative_tokens)
         if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max:
-            raise ModelError(
+            raise UserError(
                 f"prompt_lookup_min must be at least 1 and at most prompt_lookup_max ({self.prompt_lookup_max}), "
                 f"got {self.prompt_lookup_min}."
             )
@@ -195,7 +195,7 @@ class DraftModel:
         are the same.
 
     Raises:
-      ModelError: a setting is out of range, or excluded by another.
+      UserError: a setting is out of range, or excluded by another.
     """
 
     decoder: Decoder
@@ -207,7 +207,7 @@ class DraftModel:
         _check_num_speculative_tokens(self.num_speculative_tokens)
         _check_draft_sample_method(self.draft_sample_method)
         if self.vocab_mapping is not None and self.draft_sample_method != "greedy":
-            raise ModelError(
+            raise UserError(
                 f"A draft model of another vocabulary drafts greedily only, got draft_sample_method "
                 f"{self.draft_sample_method!r}: set it to 'greedy'."
             )
@@ -260,7 +260,7 @@ class LayerSkip:
       draft_sample_method: "greedy", or "probabilistic": drawn as the target samples.
 
     Raises:
-      ModelError: a setting is out of range.
+      UserError: a setting is out of range.
     """
 
     skip_layers: tuple[int, ...]
@@ -292,10 +292,10 @@ def default_skip_layers(num_layers: int) -> tuple[int, ...]:
     For the 30 layers of SmolLM2-135M these are 12 to 15, the best run found there.
 
     Raises:
-      ModelError: there is only one layer.
+      UserError: there is only one layer.
     """
     if num_layers < 2:
-        raise ModelError("Layer skipping needs a model of at least 2 layers, this one has 1.")
+        raise UserError("Layer skipping needs a model of at least 2 layers, this one has 1.")
     start = round(num_layers * 2 / 5)
     return tuple(range(start, start + max(1, round(num_layers * 2 / 15))))
 
@@ -304,7 +304,7 @@ def check_drafter(drafter: Drafter, decoder: Decoder) -> None:
     """Refuses a drafter that does not fit the target.
 
     Raises:
-      ModelError: vocabularies of different size with no mapping or with that of others, or a skipped layer that the
+      UserError: vocabularies of different size with no mapping or with that of others, or a skipped layer that the
         target does not have.
     """
     if isinstance(drafter, DraftModel):
@@ -312,7 +312,7 @@ def check_drafter(drafter: Drafter, decoder: Decoder) -> None:
         mapped = (theirs, theirs) if mapping is None else (mapping.draft_vocab_size, mapping.target_vocab_size)
         if mapped != (ours, theirs):
             given = "none" if mapping is None else f"one between {mapped[0]} and {mapped[1]}"
-            raise ModelError(
+            raise UserError(
                 f"The draft model's vocabulary has {ours} tokens and the target's {theirs}; they must be the same, "
                 f"or have a vocab_mapping between them, got {given}."
             )
@@ -324,13 +324,13 @@ def check_skip_layers(skip_layers: Sequence[int], num_layers: int) -> None:
     """Refuses layers that do not exist, are named twice, or are all there are.
 
     Raises:
-      ModelError: one of these.
+      UserError: one of these.
     """
     wrong = [layer for layer in skip_layers if not 0 <= layer < num_layers]
     if wrong:
-        raise ModelError(f"skip_layers must be between 0 and {num_layers - 1}, got {wrong[0]}.")
+        raise UserError(f"skip_layers must be between 0 and {num_layers - 1}, got {wrong[0]}.")
     if not 1 <= len(set(skip_layers)) == len(skip_layers) < num_layers:
-        raise ModelError(f"skip_layers must name 1 to {num_layers - 1} different layers, got {list(skip_layers)}.")
+        raise UserError(f"skip_layers must name 1 to {num_layers - 1} different layers, got {list(skip_layers)}.")
 
 
 def _draft_one_by_one(
@@ -390,9 +390,9 @@ def _draws(draft_sample_method: str, sampling: SamplingParams) -> bool:
 
 def _check_num_speculative_tokens(value: int) -> None:
     if value < 1:
-        raise ModelError(f"num_speculative_tokens must be at least 1, got {value}.")
+        raise UserError(f"num_speculative_tokens must be at least 1, got {value}.")
 
 
 def _check_draft_sample_method(value: str) -> None:
     if value not in DRAFT_SAMPLE_METHODS:
-        raise ModelError(f"draft_sample_method must be one of {', '.join(DRAFT_SAMPLE_METHODS)}, got {value!r}.")
+        raise UserError(f"draft_sample_method must be one of {', '.join(DRAFT_SAMPLE_METHODS)}, got {value!r}.")

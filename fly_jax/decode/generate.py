@@ -19,12 +19,12 @@ from fly_jax.compat import num_programs
 from fly_jax.config import FlyConfig
 from fly_jax.decode.cycle import CycleOutput, DecodeState, cycle, prefill
 from fly_jax.decode.drafters import Drafter, DraftModel, check_drafter, empty_cache, empty_draft
-from fly_jax.decode.errors import ModelError
 from fly_jax.decode.model import Decoder
+from fly_jax.errors import UserError
 from fly_jax.metrics import AcceptanceCounts
 from fly_jax.noise import request_keys
-from fly_jax.processing import SamplingParams
-from fly_jax.trace import TraceRows
+from fly_jax.rule.thresholds import SamplingParams
+from fly_jax.traces.record import TraceRows
 
 PREFILL_CHUNK = 64
 """Tokens per prefill step: prompts of any length share one compilation."""
@@ -96,12 +96,12 @@ class Generator:
           max_model_len: capacity of the caches. Every step attends over all of it: take what is needed.
 
         Raises:
-          ModelError: the drafter does not fit the target, or `max_model_len` exceeds a model's context.
+          UserError: the drafter does not fit the target, or `max_model_len` exceeds a model's context.
         """
         models = [decoder, drafter.decoder] if isinstance(drafter, DraftModel) else [decoder]
         context = min(model.config.max_position_embeddings for model in models)
         if not 2 <= max_model_len <= context:
-            raise ModelError(
+            raise UserError(
                 f"max_model_len must be between 2 and the model's context of {context} tokens, got {max_model_len}."
             )
         if drafter is not None:
@@ -122,12 +122,12 @@ class Generator:
         """Refuses a prompt that leaves no room for output.
 
         Raises:
-          ModelError: the prompt is empty or too long.
+          UserError: the prompt is empty or too long.
         """
         if not prompt_token_ids:
-            raise ModelError("The prompt is empty.")
+            raise UserError("The prompt is empty.")
         if len(prompt_token_ids) >= self.max_model_len:
-            raise ModelError(
+            raise UserError(
                 f"The prompt has {len(prompt_token_ids)} tokens and the context {self.max_model_len}; "
                 f"shorten it to at most {self.max_model_len - 1}."
             )
@@ -192,11 +192,11 @@ class Generator:
           One text for each prompt, in their order.
 
         Raises:
-          ModelError: see `check_prompt`; or an argument is out of range, or not of one value a prompt.
+          UserError: see `check_prompt`; or an argument is out of range, or not of one value a prompt.
         """
         size = len(prompts) if batch_size is None else batch_size
         if not 1 <= len(prompts) <= size:
-            raise ModelError(f"prompts must be 1 to {max(size, 1)} (batch_size), got {len(prompts)}.")
+            raise UserError(f"prompts must be 1 to {max(size, 1)} (batch_size), got {len(prompts)}.")
         for prompt in prompts:
             self.check_prompt(prompt)
         most = _each("max_tokens", max_tokens, len(prompts), 1, np.iinfo(np.int32).max)
@@ -345,9 +345,9 @@ def _each(name: str, value: int | Sequence[int], num_prompts: int, least: int, m
     """One value a prompt, in range."""
     values = [value] * num_prompts if isinstance(value, int | np.integer) else list(value)
     if len(values) != num_prompts:
-        raise ModelError(f"{name} must be one number or one for each of {num_prompts} prompts, got {len(values)}.")
+        raise UserError(f"{name} must be one number or one for each of {num_prompts} prompts, got {len(values)}.")
     wrong = [each for each in values if not least <= each <= most]
     if wrong:
         bounds = f"at least {least}" if name == "max_tokens" else f"in [{least}, 2**32)"
-        raise ModelError(f"{name} must be {bounds}, got {wrong[0]}.")
+        raise UserError(f"{name} must be {bounds}, got {wrong[0]}.")
     return values

@@ -13,8 +13,8 @@ import numpy as np
 from jax import Array
 
 from fly_jax.decode.drafters import empty_cache
-from fly_jax.decode.errors import ModelError
 from fly_jax.decode.model import Decoder, KVCache
+from fly_jax.errors import UserError
 
 CHUNK = 64
 """Tokens a step: texts of any length share its compilations."""
@@ -61,21 +61,21 @@ def loglikelihood_batch(
       One for each text, in their order.
 
     Raises:
-      ModelError: a text has no context, or more tokens (without its last, which is only predicted) than the target's
+      UserError: a text has no context, or more tokens (without its last, which is only predicted) than the target's
         context; or there are more texts than `batch_size`.
     """
     size = len(texts) if batch_size is None else batch_size
     if not 1 <= len(texts) <= size:
-        raise ModelError(f"texts must be 1 to {max(size, 1)} (batch_size), got {len(texts)}.")
+        raise UserError(f"texts must be 1 to {max(size, 1)} (batch_size), got {len(texts)}.")
     most = decoder.config.max_position_embeddings
     lengths = np.zeros(size, np.int32)
     for i, (context, continuation) in enumerate(texts):
         # The last token is predicted, never fed.
         lengths[i] = len(context) + len(continuation) - 1
         if not context:
-            raise ModelError(f"Text {i} has no context: begin it with a token, such as the model's own first one.")
+            raise UserError(f"Text {i} has no context: begin it with a token, such as the model's own first one.")
         if lengths[i] > most:
-            raise ModelError(f"Text {i} has {lengths[i] + 1} tokens; shorten it to at most {most + 1}.")
+            raise UserError(f"Text {i} has {lengths[i] + 1} tokens; shorten it to at most {most + 1}.")
     num_chunks = -(-int(lengths.max()) // CHUNK)
     token_ids = np.zeros((size, num_chunks * CHUNK + 1), np.int32)
     is_scored = np.zeros((size, num_chunks * CHUNK), bool)

@@ -12,7 +12,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from fly_jax.decode.decoder_config import DecoderConfig
-from fly_jax.decode.errors import ModelError
+from fly_jax.errors import UserError
 
 __all__ = ["Decoder", "DecoderConfig", "DecoderWeights", "KVCache", "LayerWeights", "random_decoder"]
 
@@ -39,11 +39,11 @@ class KVCache:
         """An empty cache.
 
         Raises:
-            ModelError: when `batch_size` or `max_length` is not positive.
+            UserError: when `batch_size` or `max_length` is not positive.
         """
         for name, value in (("batch_size", batch_size), ("max_length", max_length)):
             if value < 1:
-                raise ModelError(f"{name} must be at least 1, got {value}.")
+                raise UserError(f"{name} must be at least 1, got {value}.")
         shape = (batch_size, config.num_kv_heads, max_length, config.head_dim)
         keys = tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers))
         values = tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers))
@@ -182,7 +182,7 @@ class Decoder(nnx.Module):
             (the residual stream before the final norm [B, T, D] float32, cache).
 
         Raises:
-            ModelError: when shapes, dtypes or layer numbers do not fit.
+            UserError: when shapes, dtypes or layer numbers do not fit.
         """
         _check_step(self.config, token_ids, cache, skip_layers)
         positions = cache.length[:, None] + jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None, :]
@@ -245,19 +245,19 @@ def _optional_param(value: jax.Array | None) -> nnx.Param | None:
 
 def _check_step(config: DecoderConfig, token_ids: jax.Array, cache: KVCache, skip_layers: tuple[int, ...]) -> None:
     if token_ids.ndim != 2 or not jnp.issubdtype(token_ids.dtype, jnp.integer):
-        raise ModelError(f"token_ids must be [B, T] integers, got {token_ids.dtype}{list(token_ids.shape)}.")
+        raise UserError(f"token_ids must be [B, T] integers, got {token_ids.dtype}{list(token_ids.shape)}.")
     batch_size, num_tokens = token_ids.shape
     expected = (batch_size, config.num_kv_heads, cache.max_length, config.head_dim)
     if len(cache.keys) != config.num_layers or cache.keys[0].shape != expected:
-        raise ModelError(
+        raise UserError(
             f"cache must have {config.num_layers} layers of {list(expected)} for this model and token_ids, "
             f"got {len(cache.keys)} of {list(cache.keys[0].shape)}: build it with KVCache.zeros."
         )
     if num_tokens > cache.max_length:
-        raise ModelError(f"token_ids has {num_tokens} tokens a request, but the cache has room for {cache.max_length}.")
+        raise UserError(f"token_ids has {num_tokens} tokens a request, but the cache has room for {cache.max_length}.")
     unknown = sorted(i for i in skip_layers if not 0 <= i < config.num_layers)
     if unknown:
-        raise ModelError(f"skip_layers has {unknown}: layers are numbered from 0 to {config.num_layers - 1}.")
+        raise UserError(f"skip_layers has {unknown}: layers are numbered from 0 to {config.num_layers - 1}.")
 
 
 def _matmul(x: jax.Array, weight: jax.Array) -> jax.Array:

@@ -8,11 +8,11 @@ import numpy as np
 from rich.console import Console
 
 from fly_jax.config import FlyConfig
-from fly_jax.decode.errors import ModelError
 from fly_jax.decode.generate import Generator
-from fly_jax.processing import SamplingParams
-from fly_jax.trace import TraceRows
-from fly_jax.trace_file import TraceWriter
+from fly_jax.errors import UserError
+from fly_jax.rule.thresholds import SamplingParams
+from fly_jax.traces.file import TraceWriter
+from fly_jax.traces.record import TraceRows
 
 
 def trace_writer(
@@ -21,7 +21,7 @@ def trace_writer(
     """What `--trace` collects into; None without that option.
 
     Raises:
-      ModelError: the setting cannot be replayed, or see `check_trace_path`.
+      UserError: the setting cannot be replayed, or see `check_trace_path`.
     """
     if options["trace"] is None:
         return None
@@ -37,33 +37,33 @@ def trace_writer(
             sampling={name: options[name] for name in names},
         )
     except ValueError as error:
-        raise ModelError(f"--trace: {error}.") from error
+        raise UserError(f"--trace: {error}.") from error
 
 
 def check_trace_path(path: str | None) -> None:
     """Refuses a place where no file can be, before anything is decoded.
 
     Raises:
-      ModelError: it is a folder, or its folder does not exist.
+      UserError: it is a folder, or its folder does not exist.
     """
     if path is None:
         return
     if Path(path).is_dir():
-        raise ModelError(f"--trace {path} is a folder: name a file, like trace.npz.")
+        raise UserError(f"--trace {path} is a folder: name a file, like trace.npz.")
     if not Path(path).absolute().parent.is_dir():
-        raise ModelError(f"--trace {path}: there is no such folder; make it first.")
+        raise UserError(f"--trace {path}: there is no such folder; make it first.")
 
 
 def save_trace(writer: TraceWriter, path: str, console: Console) -> None:
     """Writes what was collected, and says so.
 
     Raises:
-      ModelError: it cannot be written.
+      UserError: it cannot be written.
     """
     try:
         writer.save(path)
     except OSError as error:
-        raise ModelError(f"--trace {path} cannot be written: {error}.") from error
+        raise UserError(f"--trace {path} cannot be written: {error}.") from error
     console.print(
         f"{path}: {len(writer.trace().rows['flags'])} draft tokens; `fly-jax sweep {path}` replays them",
         style="dim",

@@ -5,11 +5,11 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from fly_jax.emission import inverse_cdf
-from fly_jax.inputs import check_logits, check_sampling_params
 from fly_jax.noise import draft_keys, request_keys, verify_noise
-from fly_jax.processing import is_greedy
-from fly_jax.scoring import score_rows
+from fly_jax.rule.edge import check_logits, check_sampling_params
+from fly_jax.rule.emission import inverse_cdf
+from fly_jax.rule.scoring import score_rows
+from fly_jax.rule.thresholds import is_greedy
 
 
 def draft_token(

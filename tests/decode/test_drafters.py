@@ -19,8 +19,8 @@ from fly_jax.decode.drafters import (
     default_skip_layers,
     empty_draft,
 )
-from fly_jax.decode.errors import ModelError
 from fly_jax.decode.model import Decoder, DecoderConfig, KVCache, random_decoder
+from fly_jax.errors import UserError
 
 CONFIG = DecoderConfig(
     vocab_size=24,
@@ -196,22 +196,22 @@ def test_default_skip_layers():
         layers = default_skip_layers(num_layers)
         assert layers
         assert set(layers) < set(range(num_layers))
-    with pytest.raises(ModelError, match="at least 2 layers"):
+    with pytest.raises(UserError, match="at least 2 layers"):
         default_skip_layers(1)
 
 
 def test_settings_that_cannot_work_are_refused(target, draft_decoder):
-    with pytest.raises(ModelError, match="num_speculative_tokens must be at least 1, got 0"):
+    with pytest.raises(UserError, match="num_speculative_tokens must be at least 1, got 0"):
         PromptLookup(0)
-    with pytest.raises(ModelError, match=r"prompt_lookup_min must be at least 1 and at most prompt_lookup_max \(2\)"):
+    with pytest.raises(UserError, match=r"prompt_lookup_min must be at least 1 and at most prompt_lookup_max \(2\)"):
         PromptLookup(4, 2, 3)
-    with pytest.raises(ModelError, match="draft_sample_method must be one of greedy, probabilistic, got 'random'"):
+    with pytest.raises(UserError, match="draft_sample_method must be one of greedy, probabilistic, got 'random'"):
         DraftModel(draft_decoder, 4, "random")
     smaller = random_decoder(dataclasses.replace(CONFIG, vocab_size=23), jax.random.key(2))
-    with pytest.raises(ModelError, match="vocabulary has 23 tokens and the target's 24"):
+    with pytest.raises(UserError, match="vocabulary has 23 tokens and the target's 24"):
         check_drafter(DraftModel(smaller, 4), target)
-    with pytest.raises(ModelError, match="between 0 and 1, got 3"):
+    with pytest.raises(UserError, match="between 0 and 1, got 3"):
         check_drafter(LayerSkip((1, 3), 4), target)
     for layers in ((), (1, 1), (0, 1)):
-        with pytest.raises(ModelError, match="1 to 1 different layers"):
+        with pytest.raises(UserError, match="1 to 1 different layers"):
             check_drafter(LayerSkip(layers, 4), target)

@@ -15,10 +15,10 @@ from near_ties import gap_at_first_difference
 from fly_jax import FlyConfig
 from fly_jax.decode import generate
 from fly_jax.decode.drafters import Draft, DraftModel, LayerSkip, PromptLookup
-from fly_jax.decode.errors import ModelError
 from fly_jax.decode.generate import Generator
 from fly_jax.decode.model import DecoderConfig, KVCache, random_decoder
-from fly_jax.processing import SamplingParams
+from fly_jax.errors import UserError
+from fly_jax.rule.thresholds import SamplingParams
 
 CONFIG = DecoderConfig(
     vocab_size=32,
@@ -179,16 +179,16 @@ def test_prompts_of_any_length_share_the_prefill(length):
 
 def test_prompts_that_do_not_fit_are_refused():
     short = Generator(DECODER, max_model_len=10)
-    with pytest.raises(ModelError, match="has 10 tokens and the context 10; shorten it to at most 9"):
+    with pytest.raises(UserError, match="has 10 tokens and the context 10; shorten it to at most 9"):
         short.generate([1] * 10)
-    with pytest.raises(ModelError, match="prompt is empty"):
+    with pytest.raises(UserError, match="prompt is empty"):
         short.generate([])
-    with pytest.raises(ModelError, match="max_tokens must be at least 1, got 0"):
+    with pytest.raises(UserError, match="max_tokens must be at least 1, got 0"):
         short.generate([1], max_tokens=0)
-    with pytest.raises(ModelError, match="between 2 and the model's context of 256 tokens, got 257"):
+    with pytest.raises(UserError, match="between 2 and the model's context of 256 tokens, got 257"):
         Generator(DECODER, max_model_len=257)
     shorter = random_decoder(dataclasses.replace(CONFIG, max_position_embeddings=99), jax.random.key(1))
-    with pytest.raises(ModelError, match="context of 99 tokens"):
+    with pytest.raises(UserError, match="context of 99 tokens"):
         Generator(DECODER, drafter=DraftModel(shorter, K), max_model_len=128)
 
 
@@ -264,8 +264,8 @@ def test_standard_sampling_emits_the_targets_distribution(method, report):
 @pytest.mark.model
 @pytest.mark.parametrize("name", ["ngram", "draft-model", "layer-skip"])
 def test_smollm2_standard_equals_target_only(name, report):
-    from fly_jax.decode.checkpoint import load_model
-    from fly_jax.decode.default_model import default_model_path
+    from fly_jax.decode.checkpoints.default import default_model_path
+    from fly_jax.decode.checkpoints.load import load_model
     from fly_jax.decode.drafters import default_skip_layers
     from fly_jax.decode.prompts import BUILTIN_PROMPTS
 

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from fly_jax.decode import loglikelihood
-from fly_jax.decode.errors import ModelError
 from fly_jax.decode.loglikelihood import capacity, loglikelihood_batch
 from fly_jax.decode.model import DecoderConfig, KVCache, random_decoder
+from fly_jax.errors import UserError
 
 CONFIG = DecoderConfig(
     vocab_size=32,
@@ -94,6 +94,6 @@ def test_capacities_are_few():
     ],
 )
 def test_what_cannot_be_scored_is_refused(texts, batch_size, message):
-    with pytest.raises(ModelError) as error:
+    with pytest.raises(UserError) as error:
         loglikelihood_batch(DECODER, texts, batch_size=batch_size)
     assert message in str(error.value)

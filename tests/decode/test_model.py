@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from fly_jax.decode.errors import ModelError
 from fly_jax.decode.model import DecoderConfig, KVCache, random_decoder
+from fly_jax.errors import UserError
 
 LLAMA = DecoderConfig(
     vocab_size=97,
@@ -218,12 +218,12 @@ def test_cache_is_a_pytree():
 def test_bad_steps(arguments, message):
     decoder = random_decoder(LLAMA, jax.random.key(0))
     arguments = {"token_ids": jnp.zeros((1, 3), jnp.int32), "cache": KVCache.zeros(LLAMA, 1, 8), **arguments}
-    with pytest.raises(ModelError, match=message):
+    with pytest.raises(UserError, match=message):
         decoder(**arguments)
 
 
 def test_bad_cache_sizes():
-    with pytest.raises(ModelError, match="max_length must be at least 1, got 0"):
+    with pytest.raises(UserError, match="max_length must be at least 1, got 0"):
         KVCache.zeros(LLAMA, 1, 0)
 
 
@@ -238,5 +238,5 @@ def test_bad_cache_sizes():
     ],
 )
 def test_bad_configs(field, value, message):
-    with pytest.raises(ModelError, match=message):
+    with pytest.raises(UserError, match=message):
         dataclasses.replace(LLAMA, **{field: value})

@@ -4,10 +4,10 @@ import pytest
 import tokenizers
 from tiny_models import CHAT_TEMPLATE, CONTROL_TOKENS, MERGES, TOKENS, byte_level_tokenizer, write_tokenizer
 
-from fly_jax.decode.errors import ModelError
-from fly_jax.decode.gguf_tokenizer import codec_from_gguf
-from fly_jax.decode.hf_tokenizer import codec_from_folder
-from fly_jax.decode.text import TextCodec
+from fly_jax.decode.checkpoints.gguf_tokenizer import codec_from_gguf
+from fly_jax.decode.checkpoints.hf_tokenizer import codec_from_folder
+from fly_jax.decode.checkpoints.text import TextCodec
+from fly_jax.errors import UserError
 
 HELLO = [{"role": "user", "content": "hello"}]
 FIELDS = {
@@ -100,7 +100,7 @@ def test_end_of_text_from_gguf():
     ("model", "kind"), [("llama", None), ("gpt2", "default"), ("gpt2", None), ("gpt2", "deepseek-llm"), (None, None)]
 )
 def test_unknown_gguf_tokenizers(model, kind):
-    with pytest.raises(ModelError, match=f"model {model!r} and pre-tokenizer {kind!r}: .*Hugging Face folder"):
+    with pytest.raises(UserError, match=f"model {model!r} and pre-tokenizer {kind!r}: .*Hugging Face folder"):
         codec(tokenizer__ggml__model=model, tokenizer__ggml__pre=kind)
 
 
@@ -141,7 +141,7 @@ def test_what_templates_may_use(template, expected):
     ],
 )
 def test_templates_that_fail(template, message):
-    with pytest.raises(ModelError, match=message):
+    with pytest.raises(UserError, match=message):
         TextCodec(byte_level_tokenizer(), frozenset({0}), template).apply_chat_template(HELLO)
 
 
@@ -152,7 +152,7 @@ def test_folder_chat_template(tmp_path):
     write_tokenizer(tmp_path, chat_template=templates)
     assert codec_from_folder(tmp_path).chat_template == "plain"
     write_tokenizer(tmp_path, chat_template=3)
-    with pytest.raises(ModelError, match="chat_template must be text, got 3"):
+    with pytest.raises(UserError, match="chat_template must be text, got 3"):
         codec_from_folder(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("from the file")
     assert codec_from_folder(tmp_path).chat_template == "from the file"
@@ -193,8 +193,8 @@ def test_folder_truncation_is_off(tmp_path):
 
 def test_folders_without_an_end(tmp_path):
     write_tokenizer(tmp_path, eos_token=None, chat_template=None)
-    with pytest.raises(ModelError, match=r"names no eos_token in tokenizer_config.json, generation_config.json"):
+    with pytest.raises(UserError, match=r"names no eos_token in tokenizer_config.json, generation_config.json"):
         codec_from_folder(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": "end"}))
-    with pytest.raises(ModelError, match="eos_token_id must be token ids, got 'end'"):
+    with pytest.raises(UserError, match="eos_token_id must be token ids, got 'end'"):
         codec_from_folder(tmp_path)

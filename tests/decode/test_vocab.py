@@ -12,19 +12,20 @@ import numpy as np
 import pytest
 import small_tokenizers
 
-from fly_jax import cli
-from fly_jax.decode import command, comparison
-from fly_jax.decode.checkpoint import load_model
+from fly_jax.cli import app as cli
+from fly_jax.cli import generate as command
+from fly_jax.decode import comparison
+from fly_jax.decode.checkpoints.default import default_model_path
+from fly_jax.decode.checkpoints.load import load_model
 from fly_jax.decode.decoder_config import DecoderConfig
-from fly_jax.decode.default_model import default_model_path
 from fly_jax.decode.drafters import DraftContext, DraftModel, check_drafter, empty_draft
-from fly_jax.decode.errors import ModelError
 from fly_jax.decode.generate import Generator
 from fly_jax.decode.model import Decoder, DecoderWeights, KVCache, LayerWeights, random_decoder
 from fly_jax.decode.prompts import BUILTIN_PROMPTS
+from fly_jax.decode.vocab import VocabMapping, Vocabulary
+from fly_jax.errors import UserError
 from fly_jax.noise import request_keys
-from fly_jax.processing import SamplingParams
-from fly_jax.vocab import VocabMapping, Vocabulary
+from fly_jax.rule.thresholds import SamplingParams
 
 K = 3
 KINDS = {
@@ -225,11 +226,11 @@ def test_drafts_come_without_probabilities_whatever_the_target_draws(drafter):
 
 
 def test_a_drafter_that_does_not_fit_is_refused(drafter):
-    with pytest.raises(ModelError, match=r"another vocabulary drafts greedily only, got .* 'probabilistic'"):
+    with pytest.raises(UserError, match=r"another vocabulary drafts greedily only, got .* 'probabilistic'"):
         dataclasses.replace(drafter, draft_sample_method="probabilistic")
-    with pytest.raises(ModelError, match=r"has 303 tokens and the target's 425; .* vocab_mapping .*, got none"):
+    with pytest.raises(UserError, match=r"has 303 tokens and the target's 425; .* vocab_mapping .*, got none"):
         check_drafter(dataclasses.replace(drafter, vocab_mapping=None), DECODER)
-    with pytest.raises(ModelError, match=r"has 425 tokens and the target's 425; .* got one between 303 and 425"):
+    with pytest.raises(UserError, match=r"has 425 tokens and the target's 425; .* got one between 303 and 425"):
         check_drafter(dataclasses.replace(drafter, decoder=DECODER), DECODER)
 
 

@@ -10,17 +10,17 @@ import jax
 import pytest
 import tiny_models
 
-from fly_jax import cli
-from fly_jax.decode.checkpoint import load_model
+from fly_jax.cli import app as cli
+from fly_jax.cli.evaluate import fly_configs
+from fly_jax.decode.checkpoints.load import load_model
 from fly_jax.decode.decoder_config import DecoderConfig
 from fly_jax.decode.generate import Generation
 from fly_jax.evaluation import run as evaluation_run
-from fly_jax.evaluation.command import fly_configs
 from fly_jax.evaluation.run import encode
 from fly_jax.evaluation.tasks import BUILTIN_NAME, load_tasks
 from fly_jax.metrics import AcceptanceCounts
-from fly_jax.sweep import num_reproduced
-from fly_jax.trace_file import load_trace
+from fly_jax.traces.file import load_trace
+from fly_jax.traces.replay import num_reproduced
 
 BUILTIN = importlib.resources.files("fly_jax.evaluation") / BUILTIN_NAME
 MODES = ["target-only", "standard", "fly W=1 θ=0.0 k=3", "fly W=2 θ=0.3 k=2"]

@@ -3,9 +3,9 @@
 import pytest
 from records import MODES, one_by_one, tasks
 
+from fly_jax.cli.plotting import has_matplotlib
 from fly_jax.evaluation.plots import pictures
 from fly_jax.evaluation.report import document, findings, markdown
-from fly_jax.plotting import has_matplotlib
 
 CONFIG = {
     "model": "Tiny",

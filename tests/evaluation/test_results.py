@@ -5,7 +5,7 @@ import json
 import pytest
 from records import one_by_one, tasks
 
-from fly_jax.decode.errors import ModelError
+from fly_jax.errors import UserError
 from fly_jax.evaluation.results import open_results
 from fly_jax.evaluation.run import plan
 
@@ -50,21 +50,21 @@ def test_resuming_nothing_starts(tmp_path):
 )
 def test_another_run_is_refused(tmp_path, changes, message):
     open_results(tmp_path, **ARGUMENTS, resume=False)
-    with pytest.raises(ModelError, match=message):
+    with pytest.raises(UserError, match=message):
         open_results(tmp_path, **{**ARGUMENTS, "resume": True, **changes})
 
 
 @pytest.mark.parametrize("content", ["", "{\n", '{"my": "own"}', '{"format": "another"}\n'])
 def test_another_file_is_refused(tmp_path, content):
     (tmp_path / "results.jsonl").write_text(content)
-    with pytest.raises(ModelError, match="Name another --output"):
+    with pytest.raises(UserError, match="Name another --output"):
         open_results(tmp_path, **ARGUMENTS, resume=True)
     assert (tmp_path / "results.jsonl").read_text() == content
 
 
 def test_a_folder_that_cannot_be_written_to_is_one_line(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ModelError, match="file/folder cannot be written to"):
+    with pytest.raises(UserError, match="file/folder cannot be written to"):
         open_results(tmp_path / "file" / "folder", **ARGUMENTS, resume=False)
 
 

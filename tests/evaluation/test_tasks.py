@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from fly_jax.decode.errors import ModelError
+from fly_jax.errors import UserError
 from fly_jax.evaluation.scorers import score
 from fly_jax.evaluation.tasks import Task, load_tasks
 
@@ -87,19 +87,19 @@ BAD = {
 
 @pytest.mark.parametrize(("line", "words"), BAD.values(), ids=BAD)
 def test_a_bad_line_is_named_with_what_is_wrong(load, line, words):
-    with pytest.raises(ModelError, match=rf"tasks\.jsonl, line 3: .*{words}"):
+    with pytest.raises(UserError, match=rf"tasks\.jsonl, line 3: .*{words}"):
         load(GOOD, "", line)
 
 
 def test_a_name_is_used_once(load):
-    with pytest.raises(ModelError, match="line 3: name 'line 2' is taken by line 2; use another"):
+    with pytest.raises(UserError, match="line 3: name 'line 2' is taken by line 2; use another"):
         load("", GOOD, {**GOOD, "name": "line 2"})
 
 
 def test_a_file_without_tasks_or_no_file_is_an_error(load, tmp_path):
-    with pytest.raises(ModelError, match="holds no task"):
+    with pytest.raises(UserError, match="holds no task"):
         load("", "")
-    with pytest.raises(ModelError, match=r"nowhere\.jsonl cannot be read"):
+    with pytest.raises(UserError, match=r"nowhere\.jsonl cannot be read"):
         load_tasks(tmp_path / "nowhere.jsonl")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from fly_jax.decode.default_model import default_model_path
+from fly_jax.decode.checkpoints.default import default_model_path
 
 # Without these layers the model still answers well enough that a good part of its drafts is accepted.
 LEFT_OUT = (20, 22, 24, 25)

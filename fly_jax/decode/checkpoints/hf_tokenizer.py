@@ -6,9 +6,9 @@ from typing import Any
 
 import tokenizers
 
-from fly_jax.decode.errors import ModelError
-from fly_jax.decode.hf_checkpoint import read_json
-from fly_jax.decode.text import END_OF_TURN_TOKENS, TextCodec
+from fly_jax.decode.checkpoints.hf import read_json
+from fly_jax.decode.checkpoints.text import END_OF_TURN_TOKENS, TextCodec
+from fly_jax.errors import UserError
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
@@ -17,18 +17,18 @@ def codec_from_folder(folder: Path) -> TextCodec:
     """Reads tokenizer.json and, where they are there, tokenizer_config.json, generation_config.json and the template.
 
     Raises:
-        ModelError: when tokenizer.json is missing or unreadable, or nothing names a token that ends a text.
+        UserError: when tokenizer.json is missing or unreadable, or nothing names a token that ends a text.
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
-        raise ModelError(
+        raise UserError(
             f"{path} is missing: only tokenizer.json is read; "
             "convert other tokenizers with transformers' AutoTokenizer.save_pretrained."
         )
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the tokenizers package raises plain Exception
-        raise ModelError(f"{path} is not a readable tokenizer ({error}): download it again.") from error
+        raise UserError(f"{path} is not a readable tokenizer ({error}): download it again.") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer_config = _optional_json(folder / "tokenizer_config.json")
@@ -61,7 +61,7 @@ def _chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | N
         named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
         template = named[0].get("template") if named else None
     if template is not None and not isinstance(template, str):
-        raise ModelError(f"{folder / 'tokenizer_config.json'}: chat_template must be text, got {template!r}.")
+        raise UserError(f"{folder / 'tokenizer_config.json'}: chat_template must be text, got {template!r}.")
     return template
 
 
@@ -77,10 +77,10 @@ def _eos_token_ids(
         listed = _optional_json(folder / name).get("eos_token_id")
         token_ids = listed if isinstance(listed, list) else [] if listed is None else [listed]
         if not all(isinstance(token_id, int) for token_id in token_ids):
-            raise ModelError(f"{folder / name}: eos_token_id must be token ids, got {listed!r}.")
+            raise UserError(f"{folder / name}: eos_token_id must be token ids, got {listed!r}.")
         found.update(token_ids)
     if not found:
-        raise ModelError(
+        raise UserError(
             f"{folder} names no eos_token in tokenizer_config.json, generation_config.json or config.json: "
             "a generation could not end."
         )

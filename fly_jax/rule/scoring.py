@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from fly_jax import kernels, processing
+from fly_jax import kernels
 from fly_jax.config import DEFAULT_ENTROPY_TOP_K
-from fly_jax.inputs import Inputs
+from fly_jax.rule import thresholds
+from fly_jax.rule.edge import Inputs
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["row_max", "scale", "log_mass"], meta_fields=[])
@@ -153,7 +154,7 @@ def score_target(inputs: Inputs, entropy_top_k: int) -> TargetScores:
 
 def score_rows(
     logits: Array,
-    params: processing.SamplingParams,
+    params: thresholds.SamplingParams,
     *,
     vocab_size: Array | None = None,
     entropy_top_k: int = DEFAULT_ENTROPY_TOP_K,
@@ -167,16 +168,16 @@ def score_rows(
         statistics = read()
         valid = ~statistics.has_nan & (statistics.max > -jnp.inf)
         return TargetScores(logits, vocab_size, statistics, valid, entropy_top_k)
-    divisor = processing.divisor(params.temperature)
-    scale = processing.scale(divisor)
+    divisor = thresholds.divisor(params.temperature)
+    scale = thresholds.scale(divisor)
     statistics = read(scale=scale)
-    threshold = processing.thresholds(logits, statistics.shift, divisor, params, vocab_size=vocab_size)
+    threshold = thresholds.thresholds(logits, statistics.shift, divisor, params, vocab_size=vocab_size)
     if threshold is not None:
         statistics = read(scale=scale, threshold=threshold)
     # The mass is NaN just where the row holds one; looking for NaN apart would be one more pass on CPU.
     valid = ~jnp.isnan(statistics.log_mass) & (statistics.max > -jnp.inf)
-    usable = jnp.isfinite(processing.divide(statistics.max, divisor))
-    valid &= processing.is_greedy(params.temperature) | usable
+    usable = jnp.isfinite(thresholds.divide(statistics.max, divisor))
+    valid &= thresholds.is_greedy(params.temperature) | usable
     softmax = Softmax(statistics.shift, scale, statistics.log_mass)
     return TargetScores(logits, vocab_size, statistics, valid, entropy_top_k, softmax, threshold)
 
@@ -190,14 +191,14 @@ def score_draft(inputs: Inputs) -> DraftDistribution | None:
         one_hot = jnp.zeros_like(inputs.greedy)
         return DraftDistribution(draft.values, draft.row_index, one_hot, inputs.vocab_size)
     assert inputs.draft_temperature is not None
-    temperature = processing.divisor(inputs.draft_temperature)[:, None]
+    temperature = thresholds.divisor(inputs.draft_temperature)[:, None]
     position = jnp.arange(draft.row_index.shape[1], dtype=jnp.int32)[None]
     drafted = position < inputs.num_draft_tokens[:, None]
     divisor = _per_row(temperature, draft.row_index, drafted, 1.0, draft.values.shape[0])
-    scale = processing.scale(divisor)
+    scale = thresholds.scale(divisor)
     statistics = kernels.row_statistics(draft.values, scale=scale, vocab_size=inputs.vocab_size, k=1)
     softmax = Softmax(statistics.shift, scale, statistics.log_mass)
-    one_hot = processing.is_greedy(inputs.draft_temperature)
+    one_hot = thresholds.is_greedy(inputs.draft_temperature)
     return DraftDistribution(draft.values, draft.row_index, one_hot, inputs.vocab_size, softmax)
 
 

@@ -1,7 +1,7 @@
 """What is recorded of a verification, computed on the device beside it: enough to replay any setting of FLy later.
 
-About 55 bytes a draft token instead of its logits. `fly_jax.trace_file` collects, writes and reads them, and says what
-each field is; `fly_jax.sweep` replays them.
+About 55 bytes a draft token instead of its logits. `fly_jax.traces.file` collects, writes and reads them, and says what
+each field is; `fly_jax.traces.replay` replays them.
 """
 
 import dataclasses
@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from fly_jax import inputs as edge
-from fly_jax.acceptance import accept
-from fly_jax.inputs import Inputs
 from fly_jax.noise import VerifyNoise
-from fly_jax.scoring import Softmax, score_draft, score_target
+from fly_jax.rule import edge
+from fly_jax.rule.acceptance import accept
+from fly_jax.rule.edge import Inputs
+from fly_jax.rule.scoring import Softmax, score_draft, score_target
 from fly_jax.verify import Verification
 
 TOP_K = 8

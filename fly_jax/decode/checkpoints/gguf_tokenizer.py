@@ -9,8 +9,8 @@ import gguf
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
-from fly_jax.decode.errors import ModelError
-from fly_jax.decode.text import END_OF_TURN_TOKENS, TextCodec
+from fly_jax.decode.checkpoints.text import END_OF_TURN_TOKENS, TextCodec
+from fly_jax.errors import UserError
 
 _SPECIAL_TOKENS = {
     "bos_token": "bos_token_id",
@@ -56,7 +56,7 @@ def codec_from_gguf(fields: Mapping[str, Any], path: Path) -> TextCodec:
     """The tokenizer and chat template of a GGUF file's metadata.
 
     Raises:
-        ModelError: when the tokenizer is not byte-level BPE of a known family, or is incomplete.
+        UserError: when the tokenizer is not byte-level BPE of a known family, or is incomplete.
     """
     pre_tokenizer = _pre_tokenizer(fields, path)
     tokens = _field(fields, "tokens", path)
@@ -68,10 +68,10 @@ def codec_from_gguf(fields: Mapping[str, Any], path: Path) -> TextCodec:
             ignore_merges=pre_tokenizer.ignore_merges,
         )
     except Exception as error:  # the tokenizers package raises plain Exception
-        raise ModelError(f"{path} holds an inconsistent vocabulary ({error}): download it again.") from error
+        raise UserError(f"{path} holds an inconsistent vocabulary ({error}): download it again.") from error
     token_types = _field(fields, "token_type", path)
     if len(token_types) != len(tokens):
-        raise ModelError(f"{path} has {len(tokens)} tokens but {len(token_types)} token types: download it again.")
+        raise UserError(f"{path} has {len(tokens)} tokens but {len(token_types)} token types: download it again.")
     tokenizer = tokenizers.Tokenizer(model)
     if pre_tokenizer.nfc:
         tokenizer.normalizer = normalizers.NFC()
@@ -88,7 +88,7 @@ def _pre_tokenizer(fields: Mapping[str, Any], path: Path) -> _PreTokenizer:
     model = fields.get("tokenizer.ggml.model")
     kind = fields.get("tokenizer.ggml.pre")
     if model != "gpt2" or kind not in _PRE_TOKENIZERS:
-        raise ModelError(
+        raise UserError(
             f"{path} has a tokenizer of model {model!r} and pre-tokenizer {kind!r}: only 'gpt2' with "
             f"{', '.join(map(repr, _PRE_TOKENIZERS))} is rebuilt from a GGUF file. "
             "Pass the model's Hugging Face folder (with tokenizer.json) instead."
@@ -127,7 +127,7 @@ def _special_tokens(fields: Mapping[str, Any], tokens: list[str], path: Path) ->
         token_id = fields.get(f"tokenizer.ggml.{key}")
         if token_id is not None:
             if token_id >= len(tokens):
-                raise ModelError(f"{path}: tokenizer.ggml.{key}={token_id} is not below {len(tokens)} tokens.")
+                raise UserError(f"{path}: tokenizer.ggml.{key}={token_id} is not below {len(tokens)} tokens.")
             named[name] = tokens[token_id]
     return named
 
@@ -145,7 +145,7 @@ def _add_post_processor(
     }
     missing = [name for name, is_added in wanted.items() if is_added and name not in special_tokens]
     if missing:
-        raise ModelError(f"{path} asks to add its {missing[0]} to every text but does not name it.")
+        raise UserError(f"{path} asks to add its {missing[0]} to every text but does not name it.")
     first, last = ([special_tokens[name]] if is_added else [] for name, is_added in wanted.items())
     if first or last:
         tokenizer.post_processor = processors.TemplateProcessing(
@@ -160,12 +160,12 @@ def _eos_token_ids(fields: Mapping[str, Any], tokenizer: tokenizers.Tokenizer, p
     if fields.get("tokenizer.chat_template") is not None:
         ids |= {tokenizer.token_to_id(token) for token in END_OF_TURN_TOKENS} - {None}
     if not ids:
-        raise ModelError(f"{path} names no eos_token_id: a generation could not end.")
+        raise UserError(f"{path} names no eos_token_id: a generation could not end.")
     return frozenset(ids)
 
 
 def _field(fields: Mapping[str, Any], name: str, path: Path) -> Any:
     value = fields.get(f"tokenizer.ggml.{name}")
     if value is None:
-        raise ModelError(f"{path} lacks the field tokenizer.ggml.{name}: pass the model's Hugging Face folder instead.")
+        raise UserError(f"{path} lacks the field tokenizer.ggml.{name}: pass the model's Hugging Face folder instead.")
     return value

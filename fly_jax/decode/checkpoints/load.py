@@ -6,15 +6,15 @@ from pathlib import Path
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from fly_jax.decode.checkpoints.gguf import config_from_gguf, open_gguf, tensors_from_gguf
+from fly_jax.decode.checkpoints.gguf_tokenizer import codec_from_gguf
+from fly_jax.decode.checkpoints.hf import read_json, tensors_from_folder
+from fly_jax.decode.checkpoints.hf_tokenizer import codec_from_folder
+from fly_jax.decode.checkpoints.text import TextCodec
+from fly_jax.decode.checkpoints.weights import CheckpointTensors, Progress, assemble_weights
 from fly_jax.decode.decoder_config import DecoderConfig
-from fly_jax.decode.errors import ModelError
-from fly_jax.decode.gguf_checkpoint import config_from_gguf, open_gguf, tensors_from_gguf
-from fly_jax.decode.gguf_tokenizer import codec_from_gguf
-from fly_jax.decode.hf_checkpoint import read_json, tensors_from_folder
-from fly_jax.decode.hf_tokenizer import codec_from_folder
 from fly_jax.decode.model import Decoder
-from fly_jax.decode.text import TextCodec
-from fly_jax.decode.weights import CheckpointTensors, Progress, assemble_weights
+from fly_jax.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,15 +44,15 @@ def load_model(path: str | Path, *, dtype: DTypeLike = jnp.float32, progress: Pr
         progress: called with what is being done and the fraction of it that is done.
 
     Raises:
-        ModelError: when the model cannot be read in full and exactly.
+        UserError: when the model cannot be read in full and exactly.
     """
     if jnp.dtype(dtype) not in (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)):
-        raise ModelError(f"dtype must be float32 or bfloat16, got {jnp.dtype(dtype).name}.")
+        raise UserError(f"dtype must be float32 or bfloat16, got {jnp.dtype(dtype).name}.")
     path = Path(path)
     if path.is_dir():
         return _load_folder(path, dtype, progress)
     if path.suffix != ".gguf":
-        raise ModelError(f"{path} is neither a .gguf file nor a folder: pass a .gguf file or a Hugging Face folder.")
+        raise UserError(f"{path} is neither a .gguf file nor a folder: pass a .gguf file or a Hugging Face folder.")
     return _load_gguf(path, dtype, progress)
 
 
@@ -80,7 +80,7 @@ def _build(
     progress: Progress | None,
 ) -> LoadedModel:
     if tokenizer.vocab_size > config.vocab_size:
-        raise ModelError(
+        raise UserError(
             f"{tensors.source}: the tokenizer has {tokenizer.vocab_size} tokens but the model {config.vocab_size}: "
             "they are not of one model."
         )

@@ -3,7 +3,7 @@
 import importlib.util
 from pathlib import Path
 
-from fly_jax.decode.errors import ModelError
+from fly_jax.errors import UserError
 
 
 def has_matplotlib() -> bool:
@@ -15,14 +15,14 @@ def check_plot(path: Path | None) -> None:
     """Refuses what `--plot` cannot draw to, before minutes of measuring.
 
     Raises:
-      ModelError: it is not a PNG file in a folder that exists, or matplotlib is not installed.
+      UserError: it is not a PNG file in a folder that exists, or matplotlib is not installed.
     """
     if path is None:
         return
     if path.suffix != ".png" or not path.absolute().parent.is_dir():
-        raise ModelError(f"--plot must be a .png file in a folder that exists, got {path}.")
+        raise UserError(f"--plot must be a .png file in a folder that exists, got {path}.")
     if not has_matplotlib():
-        raise ModelError(
+        raise UserError(
             "--plot needs matplotlib; install the bench extra: pip install 'fly-jax[bench]', or -e '.[bench]' in the "
             "repository."
         )

@@ -18,8 +18,8 @@ import numpy as np
 from jax import Array, lax
 
 from fly_jax import kernels
-from fly_jax.trace import DEFERRABLE, DEFERRED, NATIVELY_ACCEPTED, TOP_K
-from fly_jax.trace_file import Trace
+from fly_jax.traces.file import Trace
+from fly_jax.traces.record import DEFERRABLE, DEFERRED, NATIVELY_ACCEPTED, TOP_K
 
 FAR_BELOW = math.log(10)
 """Nats below the argmax from which a deferred draft counts as far below it: a tenth of its probability."""

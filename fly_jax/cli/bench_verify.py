@@ -9,9 +9,9 @@ from rich.console import Console
 from fly_jax.bench import growth as growth_bench
 from fly_jax.bench import verify, verify_report
 from fly_jax.bench.peers import installed_peers
-from fly_jax.decode.errors import ModelError
-from fly_jax.decode.report import progress_bars, versions
-from fly_jax.plotting import check_plot
+from fly_jax.cli.plotting import check_plot
+from fly_jax.cli.tables import progress_bars, versions
+from fly_jax.errors import UserError
 
 
 def bench_verify(cases: str, *, rounds: int, clock: str, growth: bool, plot: Path | None, json_output: bool) -> bool:
@@ -26,7 +26,7 @@ def bench_verify(cases: str, *, rounds: int, clock: str, growth: bool, plot: Pat
       json_output: print one JSON document instead of tables.
 
     Raises:
-      ModelError: an option cannot be used as it is given.
+      UserError: an option cannot be used as it is given.
     """
     names = _case_names(cases, verify.case_names(), growth)
     check_plot(plot)
@@ -58,5 +58,5 @@ def _case_names(text: str, known: Sequence[str], growth: bool) -> Sequence[str]:
         return []
     names = text.split(",")
     if unknown := [name for name in names if name not in known]:
-        raise ModelError(f"--cases has no {unknown[0]!r}; it takes all, none (with --growth), or {', '.join(known)}.")
+        raise UserError(f"--cases has no {unknown[0]!r}; it takes all, none (with --growth), or {', '.join(known)}.")
     return names

@@ -13,12 +13,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from fly_jax.decode.errors import ModelError
-from fly_jax.decode.report import versions
-from fly_jax.plotting import check_plot
-from fly_jax.sweep import Replay, Settings, num_reproduced, replay
-from fly_jax.trace import TOP_K
-from fly_jax.trace_file import Trace, load_trace
+from fly_jax.cli.plotting import check_plot
+from fly_jax.cli.tables import versions
+from fly_jax.errors import UserError
+from fly_jax.traces.file import Trace, load_trace
+from fly_jax.traces.record import TOP_K
+from fly_jax.traces.replay import Replay, Settings, num_reproduced, replay
 
 WINDOW_SIZES = (1, 2, 3, 4, 6, 8, 10, 12)
 THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)
@@ -83,18 +83,18 @@ def sweep(options: Mapping[str, Any]) -> None:
     """Runs the command and prints its result.
 
     Raises:
-      ModelError: the trace or an option cannot be used as it is given.
+      UserError: the trace or an option cannot be used as it is given.
     """
     check_plot(options["plot"])
     for name in ("max_deferral_rate", "max_logprob_loss", "far_below"):
         if options[name] is not None and not 0 <= options[name] < math.inf:
-            raise ModelError(f"--{name.replace('_', '-')} must be a number of at least 0, got {options[name]}.")
+            raise UserError(f"--{name.replace('_', '-')} must be a number of at least 0, got {options[name]}.")
     try:
         trace = load_trace(options["trace"])
     except (OSError, ValueError) as error:
-        raise ModelError(f"{error}.") from error
+        raise UserError(f"{error}.") from error
     if not len(trace.rows["flags"]):
-        raise ModelError(f"{options['trace']} holds no draft tokens: nothing was verified while it was recorded.")
+        raise UserError(f"{options['trace']} holds no draft tokens: nothing was verified while it was recorded.")
     settings = _settings(options, trace)
     everything = outcomes(trace, replay(trace, settings, far_below=options["far_below"]))
     allowed = [each for each in everything if each.is_marked or _is_allowed(each, options)]
@@ -112,7 +112,7 @@ def sweep(options: Mapping[str, Any]) -> None:
         try:
             plot(allowed, best, options["plot"], title=_title(trace))
         except OSError as error:
-            raise ModelError(f"--plot {options['plot']} cannot be written: {error}.") from error
+            raise UserError(f"--plot {options['plot']} cannot be written: {error}.") from error
 
 
 def outcomes(trace: Trace, result: Replay) -> list[Outcome]:
@@ -169,15 +169,15 @@ def _settings(options: Mapping[str, Any], trace: Trace) -> Settings:
     top_ks = _numbers("--top-ks", options["top_ks"], int, TOP_KS)
     for window_size in window_sizes:
         if not 1 <= window_size < k:
-            raise ModelError(
+            raise UserError(
                 f"--window-sizes must be at least 1 and below the trace's {k} draft tokens a cycle, got {window_size}."
             )
     for threshold in thresholds:
         if not 0 <= threshold < math.inf:
-            raise ModelError(f"--thresholds must be numbers of nats, at least 0, got {threshold}.")
+            raise UserError(f"--thresholds must be numbers of nats, at least 0, got {threshold}.")
     for top_k in top_ks:
         if not 1 <= top_k <= TOP_K:
-            raise ModelError(f"--top-ks must be between 1 and {TOP_K}, which a trace holds, got {top_k}.")
+            raise UserError(f"--top-ks must be between 1 and {TOP_K}, which a trace holds, got {top_k}.")
     wanted = dict.fromkeys(_triples(Settings.grid(window_sizes, thresholds, top_ks)))
     recorded = _recorded(trace)
     wanted |= dict.fromkeys([(1, math.inf, 1), *([] if recorded is None else [recorded])])
@@ -203,7 +203,7 @@ def _numbers(option: str, text: str | None, kind: Callable[[str], Any], default:
         return [kind(part) for part in text.split(",")]
     except ValueError:
         wanted = "integers" if kind is int else "numbers"
-        raise ModelError(f"{option} must be {wanted} with commas between them, got {text!r}.") from None
+        raise UserError(f"{option} must be {wanted} with commas between them, got {text!r}.") from None
 
 
 def _is_allowed(each: Outcome, options: Mapping[str, Any]) -> bool:

@@ -5,10 +5,10 @@ import dataclasses
 import jax.numpy as jnp
 from jax import Array
 
-from fly_jax.acceptance import Acceptance
 from fly_jax.config import DEFAULT_WINDOW_SIZE, FlyConfig
-from fly_jax.inputs import Inputs
-from fly_jax.scoring import TargetScores
+from fly_jax.rule.acceptance import Acceptance
+from fly_jax.rule.edge import Inputs
+from fly_jax.rule.scoring import TargetScores
 
 
 @dataclasses.dataclass(frozen=True)

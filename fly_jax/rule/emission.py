@@ -4,9 +4,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from fly_jax import kernels
-from fly_jax.inputs import Inputs
 from fly_jax.noise import VllmV2Noise, murmur_gumbel
-from fly_jax.scoring import DraftDistribution, TargetScores
+from fly_jax.rule.edge import Inputs
+from fly_jax.rule.scoring import DraftDistribution, TargetScores
 
 
 def emit(

@@ -48,7 +48,7 @@ import jax
 import numpy as np
 
 from fly_jax.config import DEFAULT_WINDOW_SIZE, FlyConfig
-from fly_jax.trace import ROW_FIELDS, TOP_K, TraceRows
+from fly_jax.traces.record import ROW_FIELDS, TOP_K, TraceRows
 from fly_jax.versions import installed_versions
 
 DEFAULT_MAX_ROWS = 1_000_000

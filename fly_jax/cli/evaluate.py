@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.markdown import Markdown
 
-from fly_jax.cli import INTERRUPTED
+from fly_jax.cli.app import INTERRUPTED
 
 if TYPE_CHECKING:
     from fly_jax.config import FlyConfig
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from fly_jax.evaluation.results import ResultFile
     from fly_jax.evaluation.run import Evaluation, Mode, Unit
     from fly_jax.evaluation.tasks import Task
-    from fly_jax.trace_file import TraceWriter
+    from fly_jax.traces.file import TraceWriter
 
 logger = logging.getLogger("fly_jax")
 
@@ -41,15 +41,15 @@ _NOT_IN_CONFIG = (
 
 def evaluate(options: Mapping[str, Any]) -> None:
     """Runs the command with the options as given; a stopped run reports what it finished and exits with status 130."""
-    from fly_jax.decode.command import (
+    from fly_jax.cli.generate import (
         check_drafter_options,
         load,
         make_drafter,
         print_vocabularies,
         sampling_params,
     )
+    from fly_jax.cli.tables import progress_bars, versions
     from fly_jax.decode.recording import check_trace_path, save_trace, trace_writer
-    from fly_jax.decode.report import progress_bars, versions
     from fly_jax.evaluation.results import check_folder, open_results
     from fly_jax.evaluation.run import plan, prepare
 
@@ -111,7 +111,7 @@ def fly_configs(given: Sequence[str] | None, num_speculative_tokens: int) -> dic
     """FLy's settings as `--fly` has them, by the name of the mode.
 
     Raises:
-      ModelError: one of them is not understood, out of range, or there twice.
+      UserError: one of them is not understood, out of range, or there twice.
     """
     from fly_jax.config import FlyConfig
 
@@ -222,7 +222,7 @@ def _report(
     options: Mapping[str, Any],
 ) -> None:
     """Writes the report and the pictures, and prints the report."""
-    from fly_jax.decode.report import versions
+    from fly_jax.cli.tables import versions
     from fly_jax.evaluation.report import document, findings, markdown, write_whole
 
     greedy = evaluation.sampling.temperature is None
@@ -240,9 +240,9 @@ def _report(
 
 
 def _draw(found: Findings, config: Mapping[str, Any], folder: Path) -> None:
+    from fly_jax.cli.plotting import has_matplotlib
     from fly_jax.evaluation.plots import pictures
     from fly_jax.evaluation.report import write_whole
-    from fly_jax.plotting import has_matplotlib
 
     if not has_matplotlib():
         logger.warning(
@@ -286,6 +286,6 @@ def _numbers(option: str, text: str, *, least: int) -> list[int]:
 
 
 def _error(message: str) -> Exception:
-    from fly_jax.decode.errors import ModelError
+    from fly_jax.errors import UserError
 
-    return ModelError(message)
+    return UserError(message)

@@ -11,9 +11,9 @@ from typing import Any
 import gguf
 import numpy as np
 
+from fly_jax.decode.checkpoints.weights import CheckpointTensors
 from fly_jax.decode.decoder_config import SUPPORTED_MODEL_TYPES, DecoderConfig, FactorRope, LinearRope, RopeScaling
-from fly_jax.decode.errors import ModelError
-from fly_jax.decode.weights import CheckpointTensors
+from fly_jax.errors import UserError
 
 _ROPE_FACTORS = "rope_freqs.weight"
 _GLOBAL_NAMES = {
@@ -40,17 +40,17 @@ def open_gguf(path: Path) -> tuple[gguf.GGUFReader, dict[str, Any]]:
     """Opens a GGUF file and reads its header: (reader, all key/value pairs as Python values).
 
     Raises:
-        ModelError: when the file is missing, cut off or not a GGUF file of this byte order.
+        UserError: when the file is missing, cut off or not a GGUF file of this byte order.
     """
     if not path.is_file():
-        raise ModelError(f"{path} is not a file: pass a .gguf file or a Hugging Face folder.")
+        raise UserError(f"{path} is not a file: pass a .gguf file or a Hugging Face folder.")
     try:
         reader = gguf.GGUFReader(path)
         fields = {name: field.contents() for name, field in reader.fields.items()}
     except (ValueError, IndexError, KeyError, OSError, OverflowError) as error:
-        raise ModelError(f"{path} is not a readable GGUF file ({error}): download it again.") from error
+        raise UserError(f"{path} is not a readable GGUF file ({error}): download it again.") from error
     if reader.byte_order != "I":
-        raise ModelError(f"{path} has the other byte order than this machine: use a GGUF file made for it.")
+        raise UserError(f"{path} has the other byte order than this machine: use a GGUF file made for it.")
     return reader, fields
 
 
@@ -58,35 +58,35 @@ def config_from_gguf(fields: Mapping[str, Any], reader: gguf.GGUFReader, path: P
     """The decoder's config from the header's metadata and the tensors' names.
 
     Raises:
-        ModelError: when the architecture is not supported or a field is missing or bad.
+        UserError: when the architecture is not supported or a field is missing or bad.
     """
     architecture = fields.get("general.architecture")
     if architecture not in SUPPORTED_MODEL_TYPES:
-        raise ModelError(
+        raise UserError(
             f"{path} holds the architecture {architecture!r}: this decoder runs {', '.join(SUPPORTED_MODEL_TYPES)}."
         )
 
     def get(name: str, default: Any = None) -> Any:
         value = fields.get(f"{architecture}.{name}", default)
         if value is None:
-            raise ModelError(f"{path} lacks the field {architecture}.{name}: the file is incomplete.")
+            raise UserError(f"{path} lacks the field {architecture}.{name}: the file is incomplete.")
         return value
 
     def integer(name: str, default: int | None = None) -> int:
         value = get(name, default)
         if not isinstance(value, int):
-            raise ModelError(f"{path}: {architecture}.{name} must be one integer for all layers, got {value!r}.")
+            raise UserError(f"{path}: {architecture}.{name} must be one integer for all layers, got {value!r}.")
         return value
 
     _reject_unsupported(get, path)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     if "token_embd.weight" not in tensors:
-        raise ModelError(f"{path} lacks token_embd.weight: the file is incomplete or not a language model.")
+        raise UserError(f"{path} lacks token_embd.weight: the file is incomplete or not a language model.")
     hidden_size, num_heads = integer("embedding_length"), integer("attention.head_count")
     head_dim = integer("attention.key_length", hidden_size // max(num_heads, 1))
     for name in ("attention.value_length", "rope.dimension_count"):
         if get(name, head_dim) != head_dim:
-            raise ModelError(f"{path}: {name}={get(name)} is not supported: it must equal the head size {head_dim}.")
+            raise UserError(f"{path}: {name}={get(name)} is not supported: it must equal the head size {head_dim}.")
     return DecoderConfig(
         vocab_size=int(tensors["token_embd.weight"].shape[-1]),
         hidden_size=hidden_size,
@@ -118,7 +118,7 @@ def tensors_from_gguf(reader: gguf.GGUFReader, config: DecoderConfig, path: Path
         try:
             values = gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
         except NotImplementedError as error:
-            raise ModelError(
+            raise UserError(
                 f"{path}: {tensor.name} is stored as {tensor.tensor_type.name}, which the gguf package cannot "
                 "dequantize: use a file of another quantization."
             ) from error
@@ -156,15 +156,15 @@ def _reject_unsupported(get: Any, path: Path) -> None:
     }
     for name, value in neutral.items():
         if get(name, value) != value:
-            raise ModelError(f"{path}: {name}={get(name)!r} is not supported: this decoder needs {value}.")
+            raise UserError(f"{path}: {name}={get(name)!r} is not supported: this decoder needs {value}.")
 
 
 def _rope_scaling(get: Any, factors: Any, path: Path) -> RopeScaling | None:
     kind = get("rope.scaling.type", "none")
     if kind not in ("none", "linear"):
-        raise ModelError(f"{path}: rope.scaling.type={kind!r} is not supported: this decoder computes none and linear.")
+        raise UserError(f"{path}: rope.scaling.type={kind!r} is not supported: this decoder computes none and linear.")
     if factors is not None:
         if kind != "none":
-            raise ModelError(f"{path} has both {_ROPE_FACTORS} and rope.scaling.type={kind!r}: only one is supported.")
+            raise UserError(f"{path} has both {_ROPE_FACTORS} and rope.scaling.type={kind!r}: only one is supported.")
         return FactorRope(tuple(float(factor) for factor in factors.data))
     return LinearRope(get("rope.scaling.factor")) if kind == "linear" else None

@@ -9,8 +9,8 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from fly_jax.decode.decoder_config import DecoderConfig
-from fly_jax.decode.errors import ModelError
 from fly_jax.decode.model import DecoderWeights, LayerWeights
+from fly_jax.errors import UserError
 
 Progress = Callable[[str, float], None]
 
@@ -64,7 +64,7 @@ def assemble_weights(
     """Reads all tensors and fuses them. Matrices get `dtype`; norms and biases stay float32.
 
     Raises:
-        ModelError: when tensors are missing, left over or of another shape than the config says.
+        UserError: when tensors are missing, left over or of another shape than the config says.
     """
     _check_names_and_shapes(config, tensors)
 
@@ -114,7 +114,7 @@ def _check_names_and_shapes(config: DecoderConfig, tensors: CheckpointTensors) -
     expected = expected_shapes(config)
     missing = [name for name in expected if name not in tensors.shapes]
     if missing:
-        raise ModelError(f"{tensors.source} lacks {_listing(missing)}: it is incomplete or of another architecture.")
+        raise UserError(f"{tensors.source} lacks {_listing(missing)}: it is incomplete or of another architecture.")
     # Files of tied models may repeat the embedding as a head, and old ones store the rotary frequencies.
     extra = [
         name
@@ -122,10 +122,10 @@ def _check_names_and_shapes(config: DecoderConfig, tensors: CheckpointTensors) -
         if name not in expected and name != "lm_head.weight" and not name.endswith("rotary_emb.inv_freq")
     ]
     if extra:
-        raise ModelError(f"{tensors.source} has {_listing(extra)}, which this decoder does not use: not supported.")
+        raise UserError(f"{tensors.source} has {_listing(extra)}, which this decoder does not use: not supported.")
     for name, shape in expected.items():
         if tensors.shapes[name] != shape:
-            raise ModelError(
+            raise UserError(
                 f"{tensors.source}: {name} has shape {list(tensors.shapes[name])}, "
                 f"but the config asks for {list(shape)}."
             )

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from fly_jax import kernels
-from fly_jax.inputs import Inputs
-from fly_jax.scoring import DraftDistribution, TargetScores
+from fly_jax.rule.edge import Inputs
+from fly_jax.rule.scoring import DraftDistribution, TargetScores
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,7 +23,7 @@ try:
     import typer
     from rich.console import Console
 
-    from fly_jax import options
+    from fly_jax.cli import options
 except ModuleNotFoundError as error:
     raise SystemExit(f"fly-jax: {error.name} is not installed; {INSTALL_HINT}") from None
 
@@ -34,7 +34,7 @@ app.add_typer(bench_app, name="bench")
 
 def main() -> None:
     """Runs the command line; problems that a user can fix are one line and exit status 2."""
-    from fly_jax.decode.errors import ModelError
+    from fly_jax.errors import UserError
 
     # A model may emit any character; a terminal may not have it.
     for stream in (sys.stdout, sys.stderr):
@@ -42,7 +42,7 @@ def main() -> None:
             stream.reconfigure(errors="replace")
     try:
         app()
-    except ModelError as error:
+    except UserError as error:
         _fail(str(error))
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] not in ("gguf", "jinja2", "safetensors", "tokenizers"):
@@ -133,7 +133,7 @@ def generate(
     """Decode prompts target-only, with standard verification and with FLy, side by side."""
     parameters = _plain(locals())
     with _interruptible():
-        from fly_jax.decode import command
+        from fly_jax.cli import generate as command
 
         command.generate(parameters)
 
@@ -181,7 +181,7 @@ def evaluate(
     """Measure what FLy gains and costs on tasks with known answers, against target-only and standard verification."""
     parameters = _plain(locals())
     with _interruptible():
-        from fly_jax.evaluation.command import evaluate as run
+        from fly_jax.cli.evaluate import evaluate as run
 
         run(parameters)
 
@@ -195,8 +195,8 @@ def bench_decode(
     """Decoding steps against their floors: ratios of one interleaved run."""
     with _interruptible():
         from fly_jax.bench.decode import bench_table, measure
-        from fly_jax.decode.command import load
-        from fly_jax.decode.report import progress_bars, versions
+        from fly_jax.cli.generate import load
+        from fly_jax.cli.tables import progress_bars, versions
 
         with progress_bars(Console(stderr=True)) as report:
             loaded = load(None if model is None else str(model), report)
@@ -226,7 +226,7 @@ def bench_verify(
 ) -> None:
     """fly_verify against reading the logits once, and beside other verifiers: ratios of one interleaved run."""
     with _interruptible():
-        from fly_jax.bench.verify_command import bench_verify as run
+        from fly_jax.cli.bench_verify import bench_verify as run
 
         if not run(
             cases,
@@ -292,7 +292,7 @@ def sweep(
     """Replay a recorded trace under many settings of FLy: tokens a cycle, and what is risked for them."""
     parameters = dict(locals())
     with _interruptible():
-        from fly_jax.decode import sweep_command
+        from fly_jax.cli import sweep as sweep_command
 
         sweep_command.sweep(parameters)
 
@@ -305,23 +305,23 @@ def crosscheck(
     """Run a step recorded inside vLLM again and explain where JAX and vLLM differ; status 1 if a difference is real."""
     with _interruptible(), _needs_torch():
         from fly_jax.bridges.vllm.report import explain
-        from fly_jax.decode.errors import ModelError
+        from fly_jax.errors import UserError
 
         try:
             right = explain(file, Console(), all_requests=all_requests)
         except (OSError, ValueError) as error:
-            raise ModelError(f"{error}.") from error
+            raise UserError(f"{error}.") from error
         if not right:
             raise SystemExit(1)
 
 
 @contextlib.contextmanager
 def _needs_torch() -> Iterator[None]:
-    from fly_jax.decode.errors import ModelError
+    from fly_jax.errors import UserError
 
     try:
         yield
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        raise ModelError("torch is not installed; run this where vLLM is, or pip install -e '.[torch]'.") from None
+        raise UserError("torch is not installed; run this where vLLM is, or pip install -e '.[torch]'.") from None

@@ -1,26 +1,37 @@
-"""FLy's settings: fields, defaults, validation, and reading them from vLLM's `speculative_config`."""
+"""Settings: FLy's, with their defaults, validation and vLLM's names; and how the target samples."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
+from jax.typing import ArrayLike
 
-DEFAULT_WINDOW_SIZE = 6
-DEFAULT_ENTROPY_THRESHOLD = 0.3
-DEFAULT_ENTROPY_TOP_K = 3
-
-_FLY_FIELDS = ("fly_window_size", "fly_entropy_threshold", "fly_entropy_top_k")
+_VLLM_PREFIX = "fly_"
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["entropy_threshold"],
-    meta_fields=["window_size", "entropy_top_k"],
-)
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """How the target's logits are processed, per request or for all, as `fly_verify` takes it.
+
+    Attributes:
+      temperature: `[B]` float32 or a scalar; below 1e-5 (or NaN) is greedy. None: every request is greedy, and the
+        others must be None too.
+      top_k: `[B]` int32 or a scalar; 0 or at least V turns it off.
+      top_p: `[B]` float32 or a scalar; 1 or more turns it off, 0 or less keeps the maximum only.
+      min_p: `[B]` float32 or a scalar; 0 or less turns it off, 1 or more keeps the maximum only.
+    """
+
+    temperature: ArrayLike | None = None
+    top_k: ArrayLike | None = None
+    top_p: ArrayLike | None = None
+    min_p: ArrayLike | None = None
+
+
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class FlyConfig:
     """Settings of FLy verification (arXiv:2511.22972); using one is opting in to a lossy method.
@@ -32,8 +43,7 @@ class FlyConfig:
         `min(6, K - 1)` for the K of the draft array (whoever pads K passes W).
       entropy_threshold: nats, at least 0; the gate is open where the target's top-k entropy reaches it: that of the k
         largest probabilities of the whole softmax, not renormalised, so a flat row of a large vocabulary closes it. A
-        number, or
-        `[B]` float32 for a threshold per request; +inf turns FLy off for a request.
+        number, or `[B]` float32 for a threshold per request; +inf turns FLy off for a request.
       entropy_top_k: over how many of the largest probabilities the entropy is summed; at least 1.
 
     Raises:
@@ -41,21 +51,57 @@ class FlyConfig:
       ValueError: a field is out of range. A threshold that lives on the device is never checked: a NaN closes the gate.
     """
 
-    window_size: int | None = None
-    entropy_threshold: Any = DEFAULT_ENTROPY_THRESHOLD
-    entropy_top_k: int = DEFAULT_ENTROPY_TOP_K
+    window_size: int | None = dataclasses.field(default=None, metadata={"static": True})
+    entropy_threshold: ArrayLike = 0.3
+    entropy_top_k: int = dataclasses.field(default=3, metadata={"static": True})
+
+    LARGEST_DEFAULT_WINDOW_SIZE: ClassVar[int] = 6
 
     def __post_init__(self) -> None:
         if self.window_size is not None:
             _check_int("window_size", self.window_size, minimum=1)
         _check_int("entropy_top_k", self.entropy_top_k, minimum=1)
-        threshold = self.entropy_threshold
+        threshold: Any = self.entropy_threshold
         _check_threshold("entropy_threshold", threshold)
         if isinstance(threshold, list | tuple):
             object.__setattr__(self, "entropy_threshold", np.asarray(threshold, np.float32))
         elif isinstance(threshold, int | np.integer | np.floating):
             # One type for all numbers, so that a sweep over them compiles once.
             object.__setattr__(self, "entropy_threshold", float(threshold))
+
+    def window_size_for(self, num_speculative_tokens: int) -> int:
+        """W for drafts of K tokens: `window_size`, or its default of `min(6, K - 1)`, at least 1."""
+        if self.window_size is not None:
+            return self.window_size
+        return max(1, min(self.LARGEST_DEFAULT_WINDOW_SIZE, num_speculative_tokens - 1))
+
+    def to_dict(self) -> dict[str, int | float | None]:
+        """The fields by name, for JSON and `FlyConfig(**fields)`.
+
+        Raises:
+          ValueError: the threshold is not one number for all requests.
+        """
+        threshold = np.asarray(self.entropy_threshold, np.float32)
+        if threshold.ndim != 0:
+            raise ValueError(
+                f"entropy_threshold must be one number for all requests to be written down, "
+                f"got shape {list(threshold.shape)}"
+            )
+        # A Python float keeps its own digits: float32 would write 0.3 as 0.30000001192092896.
+        own = self.entropy_threshold if isinstance(self.entropy_threshold, float) else float(threshold)
+        return {"window_size": self.window_size, "entropy_threshold": own, "entropy_top_k": self.entropy_top_k}
+
+    @property
+    def label(self) -> str:
+        """The settings in a line, as tables name a mode: `fly W=6 θ=0.3 k=3`."""
+        fields = self.to_dict()
+        window_size = "default" if self.window_size is None else self.window_size
+        return f"fly W={window_size} θ={fields['entropy_threshold']} k={fields['entropy_top_k']}"
+
+    @classmethod
+    def vllm_names(cls) -> dict[str, str]:
+        """The name of each field in vLLM's `speculative_config`, by its name here."""
+        return {field.name: _VLLM_PREFIX + field.name for field in dataclasses.fields(cls)}
 
     @classmethod
     def from_vllm(cls, speculative_config: Mapping[str, Any]) -> "FlyConfig | None":
@@ -80,9 +126,10 @@ class FlyConfig:
             kind = type(speculative_config).__name__
             raise TypeError(f"speculative_config must be a mapping (parse JSON first), got {kind}")
         get = speculative_config.get
-        unknown = sorted(k for k in speculative_config if k.startswith("fly_") and k not in _FLY_FIELDS)
+        names = cls.vllm_names().values()
+        unknown = sorted(k for k in speculative_config if k.startswith(_VLLM_PREFIX) and k not in names)
         if unknown:
-            raise ValueError(f"{unknown[0]} is not a field of speculative_config; FLy's are {', '.join(_FLY_FIELDS)}")
+            raise ValueError(f"{unknown[0]} is not a field of speculative_config; FLy's are {', '.join(names)}")
         method = _choice(speculative_config, "rejection_sample_method", ("standard", "fly"), _METHOD_HELP)
         draft_sample_method = _choice(speculative_config, "draft_sample_method", ("greedy", "probabilistic"))
         if get("use_heterogeneous_vocab"):
@@ -111,24 +158,26 @@ class FlyConfig:
 
     @classmethod
     def _from_fly_fields(cls, fields: Mapping[str, Any], num_speculative_tokens: int) -> "FlyConfig":
-        def value(name: str, default: Any) -> Any:
-            given = fields.get(name)
-            return default if given is None else given
-
-        window_size = value("fly_window_size", min(DEFAULT_WINDOW_SIZE, num_speculative_tokens - 1))
-        entropy_threshold = value("fly_entropy_threshold", DEFAULT_ENTROPY_THRESHOLD)
-        entropy_top_k = value("fly_entropy_top_k", DEFAULT_ENTROPY_TOP_K)
-        _check_int("fly_window_size", window_size, minimum=1)
-        if window_size >= num_speculative_tokens:
-            raise ValueError(
-                f"fly_window_size must be less than num_speculative_tokens ({num_speculative_tokens}), "
-                f"got {window_size}"
-            )
-        if not isinstance(entropy_threshold, int | float) or isinstance(entropy_threshold, bool):
-            raise TypeError(f"fly_entropy_threshold must be a number of nats, got {entropy_threshold!r}")
-        _check_threshold("fly_entropy_threshold", entropy_threshold)
-        _check_int("fly_entropy_top_k", entropy_top_k, minimum=1)
-        return cls(window_size, entropy_threshold, entropy_top_k)
+        given = {
+            name: fields[vllm_name] for name, vllm_name in cls.vllm_names().items() if fields.get(vllm_name) is not None
+        }
+        names = cls.vllm_names()
+        if "window_size" in given:
+            _check_int(names["window_size"], given["window_size"], minimum=1)
+            if given["window_size"] >= num_speculative_tokens:
+                raise ValueError(
+                    f"{names['window_size']} must be less than num_speculative_tokens ({num_speculative_tokens}), "
+                    f"got {given['window_size']}"
+                )
+        if "entropy_threshold" in given:
+            threshold = given["entropy_threshold"]
+            if not isinstance(threshold, int | float) or isinstance(threshold, bool):
+                raise TypeError(f"{names['entropy_threshold']} must be a number of nats, got {threshold!r}")
+            _check_threshold(names["entropy_threshold"], threshold)
+        if "entropy_top_k" in given:
+            _check_int(names["entropy_top_k"], given["entropy_top_k"], minimum=1)
+        config = cls(**given)
+        return dataclasses.replace(config, window_size=config.window_size_for(num_speculative_tokens))
 
 
 _METHOD_HELP = "; 'synthetic' and 'block' exclude FLy and are not verified here"

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from fly_jax.config import SamplingParams
 from fly_jax.rule.edge import check_logits, check_sampling_params, check_vocab_size
 from fly_jax.rule.scoring import score_rows
-from fly_jax.rule.thresholds import SamplingParams
 from fly_jax.verify import Verification
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from fly_jax import kernels
+from fly_jax.config import SamplingParams
 from fly_jax.rule import thresholds
 
 DTYPES = [np.float32, ml_dtypes.bfloat16, np.float16]
@@ -115,7 +116,7 @@ def test_ties_that_the_division_makes_are_kept(temperature):
     quotients = values / np.float32(temperature)
     assert len(np.unique(quotients)) < values.size
     for k in range(1, values.size):
-        params = thresholds.SamplingParams(jnp.full(1, temperature, jnp.float32), jnp.full(1, k, jnp.int32))
+        params = SamplingParams(jnp.full(1, temperature, jnp.float32), jnp.full(1, k, jnp.int32))
         threshold = jax.jit(thresholds.thresholds)(values, values.max(1), params.temperature, params)
         np.testing.assert_array_equal(values >= np.asarray(threshold), quotients >= np.sort(quotients[0])[-k])
 
@@ -132,7 +133,7 @@ def test_masks_in_their_order(size, seed):
     values = np.round(rng.normal(size=(4, size)) * 3, 1).astype(np.float32)
     temperature = np.array([0.7, 1.0, 3.0, 0.0], np.float32)
     top_k, top_p, min_p = rng.integers(1, 40, 4), rng.uniform(0.3, 0.95, 4), rng.uniform(0.001, 0.2, 4)
-    params = thresholds.SamplingParams(
+    params = SamplingParams(
         jnp.asarray(temperature),
         jnp.asarray(top_k, jnp.int32),
         jnp.asarray(top_p, jnp.float32),
@@ -156,7 +157,7 @@ def test_the_search_is_exact_over_all_floats(spread):
     """Top-k of values around zero, tiny distances, and the whole range."""
     values = (np.array([[-1.0, -0.5, 0.0, 0.25, 1.0]]) * spread).astype(np.float32)
     for k in range(1, 5):
-        params = thresholds.SamplingParams(jnp.ones(1), jnp.full(1, k, jnp.int32))
+        params = SamplingParams(jnp.ones(1), jnp.full(1, k, jnp.int32))
         threshold = thresholds.thresholds(jnp.asarray(values), jnp.asarray(values.max(1)), jnp.ones(1), params)
         assert (values >= np.asarray(threshold)).sum() == (5 if spread == 0 else k)
 

@@ -263,8 +263,8 @@ def test_recorded_requests_through_the_interpreted_kernel(version, monkeypatch):
         entropy, _, _, rows, wanted, _ = arguments
         return jnp.where(wanted, entropy[rows], jnp.nan)
 
-    monkeypatch.setattr(dispatch, "_statistics", statistics)
-    monkeypatch.setattr(dispatch, "_entropies", entropies)
+    monkeypatch.setattr(api, "_statistics", statistics)
+    monkeypatch.setattr(api, "_entropies", entropies)
     jax.clear_caches()
     verify = jax.jit(fly_jax.fly_verify_rows, compiler_options=test_golden.QUICK)
     compared = 0

@@ -132,7 +132,7 @@ def test_the_file_gives_back_what_was_written(tmp_path):
     for name, value in {**trace.cycles, **trace.rows}.items():
         np.testing.assert_array_equal({**loaded.cycles, **loaded.rows}[name], value)
     assert loaded.meta == trace.meta
-    assert loaded.config == FlyConfig(1, float(np.float32(0.6)), 3)
+    assert loaded.config == CONFIG
     assert (loaded.num_speculative_tokens, loaded.meta["model"], loaded.meta["sampling"]) == (
         8,
         "tiny",

@@ -17,12 +17,12 @@ from tqdm import tqdm
 from fly_jax.bridges.lm_eval.options import GenerationSettings, Options
 from fly_jax.cli import generate as command
 from fly_jax.cli.tables import figures_fields, versions
+from fly_jax.config import SamplingParams
 from fly_jax.decode.comparison import Figures
 from fly_jax.decode.generate import Generation, Generator
 from fly_jax.decode.loglikelihood import capacity, loglikelihood_batch
 from fly_jax.errors import UserError
 from fly_jax.metrics import AcceptanceCounts
-from fly_jax.rule.thresholds import SamplingParams
 
 # A child of the harness's logger, which shows what it logs.
 logger = logging.getLogger("lm_eval.fly_jax")

@@ -7,8 +7,8 @@ from typing import Any
 from lm_eval.models.utils import normalize_gen_kwargs
 
 from fly_jax.cli import generate as command
+from fly_jax.config import SamplingParams
 from fly_jax.errors import UserError
-from fly_jax.rule.thresholds import SamplingParams
 
 DRAFTERS = ("ngram", "draft-model", "layer-skip", "none")
 REJECTION_SAMPLE_METHODS = ("standard", "fly")

@@ -15,7 +15,7 @@ import numpy as np
 from rich.table import Table
 
 from fly_jax.bench.ratios import Ratio
-from fly_jax.config import FlyConfig
+from fly_jax.config import FlyConfig, SamplingParams
 from fly_jax.decode.checkpoints.load import LoadedModel
 from fly_jax.decode.cycle import DecodeState
 from fly_jax.decode.drafters import PromptLookup, empty_cache
@@ -24,7 +24,6 @@ from fly_jax.decode.model import Decoder, KVCache
 from fly_jax.decode.prompts import BUILTIN_PROMPTS
 from fly_jax.errors import UserError
 from fly_jax.noise import request_keys
-from fly_jax.rule.thresholds import SamplingParams
 
 NUM_DRAFT_TOKENS = 8
 """K of the step and cycle ratios."""

@@ -16,13 +16,12 @@ from fly_jax.cli.app import INTERRUPTED
 from fly_jax.cli.options import DrafterName, DraftSampleMethod
 
 if TYPE_CHECKING:
-    from fly_jax.config import FlyConfig
+    from fly_jax.config import FlyConfig, SamplingParams
     from fly_jax.decode.checkpoints.load import LoadedModel
     from fly_jax.decode.comparison import Comparison, PromptRun
     from fly_jax.decode.drafters import Drafter
     from fly_jax.decode.prompts import Prompt
     from fly_jax.decode.vocab import VocabMapping
-    from fly_jax.rule.thresholds import SamplingParams
     from fly_jax.traces.file import TraceWriter
 
 logger = logging.getLogger("fly_jax")
@@ -112,8 +111,8 @@ def prompts_of(options: Mapping[str, Any]) -> list[Prompt]:
 
 def sampling_params(options: Mapping[str, Any]) -> SamplingParams:
     """How the target samples, from `temperature`, `top_k`, `top_p` and `min_p`."""
+    from fly_jax.config import SamplingParams
     from fly_jax.errors import UserError
-    from fly_jax.rule.thresholds import SamplingParams
 
     if not math.isfinite(options["temperature"]):
         raise UserError(f"--temperature must be a finite number, at least 0, got {options['temperature']}.")

@@ -6,14 +6,13 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from fly_jax.config import FlyConfig
+from fly_jax.config import FlyConfig, SamplingParams
 from fly_jax.decode.checkpoints.load import LoadedModel
 from fly_jax.decode.checkpoints.weights import Progress
 from fly_jax.decode.drafters import Drafter
 from fly_jax.decode.generate import Generation, Generator
 from fly_jax.decode.prompts import Prompt
 from fly_jax.metrics import AcceptanceCounts
-from fly_jax.rule.thresholds import SamplingParams
 
 MODES = ("target-only", "standard", "fly")
 """In the order in which they are run and shown."""

@@ -12,11 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from fly_jax.config import FlyConfig
+from fly_jax.config import FlyConfig, SamplingParams
 from fly_jax.decode.drafters import Draft, DraftContext, Drafter
 from fly_jax.decode.model import Decoder, KVCache
 from fly_jax.metrics import AcceptanceCounts
-from fly_jax.rule.thresholds import SamplingParams
 from fly_jax.traces.record import TraceRows, trace_rows
 from fly_jax.verify import Verification, fly_verify
 

@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from fly_jax.config import SamplingParams
 from fly_jax.decode.model import Decoder, KVCache
 from fly_jax.decode.sampling import draft_token
 from fly_jax.decode.vocab import VocabMapping
 from fly_jax.errors import UserError
 from fly_jax.kernels import row_statistics
-from fly_jax.rule.thresholds import SamplingParams
 
 DRAFT_SAMPLE_METHODS = ("greedy", "probabilistic")
 

@@ -16,14 +16,13 @@ import numpy as np
 from jax import Array
 
 from fly_jax.compat import num_programs
-from fly_jax.config import FlyConfig
+from fly_jax.config import FlyConfig, SamplingParams
 from fly_jax.decode.cycle import CycleOutput, DecodeState, cycle, prefill
 from fly_jax.decode.drafters import Drafter, DraftModel, check_drafter, empty_cache, empty_draft
 from fly_jax.decode.model import Decoder
 from fly_jax.errors import UserError
 from fly_jax.metrics import AcceptanceCounts
 from fly_jax.noise import request_keys
-from fly_jax.rule.thresholds import SamplingParams
 from fly_jax.traces.record import TraceRows
 
 PREFILL_CHUNK = 64

@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from fly_jax.config import FlyConfig
+from fly_jax.config import FlyConfig, SamplingParams
 from fly_jax.decode.generate import Generator
 from fly_jax.errors import UserError
-from fly_jax.rule.thresholds import SamplingParams
 from fly_jax.traces.file import TraceWriter
 from fly_jax.traces.record import TraceRows
 

@@ -7,14 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from fly_jax.config import FlyConfig
+from fly_jax.config import FlyConfig, SamplingParams
 from fly_jax.decode.checkpoints.load import LoadedModel
 from fly_jax.decode.drafters import Drafter, DraftModel
 from fly_jax.decode.generate import Generation, Generator
 from fly_jax.errors import UserError
 from fly_jax.evaluation.scorers import score
 from fly_jax.evaluation.tasks import Task
-from fly_jax.rule.thresholds import SamplingParams
 
 TARGET_ONLY, STANDARD = "target-only", "standard"
 

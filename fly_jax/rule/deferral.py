@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 from jax import Array
 
-from fly_jax.config import DEFAULT_WINDOW_SIZE, FlyConfig
+from fly_jax.config import FlyConfig
 from fly_jax.rule.acceptance import Acceptance
 from fly_jax.rule.edge import Inputs
 from fly_jax.rule.scoring import TargetScores
@@ -30,9 +30,7 @@ def defer(inputs: Inputs, target: TargetScores, native: Acceptance, config: FlyC
     nowhere = Deferral(jnp.zeros_like(native.accepted), jnp.full(native.accepted.shape, jnp.nan, jnp.float32))
     if config is None or num_positions < 2:
         return nowhere
-    window_size = config.window_size
-    if window_size is None:
-        window_size = min(DEFAULT_WINDOW_SIZE, num_positions - 1)
+    window_size = config.window_size_for(num_positions)
     # Two deferrals of a request are at least W + 1 apart.
     most_deferrals = num_positions // (window_size + 1)
     if most_deferrals == 0:

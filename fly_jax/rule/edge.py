@@ -10,7 +10,8 @@ import numpy as np
 from jax import Array, lax
 
 from fly_jax import noise as noise_lib
-from fly_jax.rule.thresholds import SamplingParams, is_greedy
+from fly_jax.config import SamplingParams
+from fly_jax.rule.thresholds import is_greedy
 
 _LOGIT_DTYPES = ("float32", "bfloat16", "float16")
 

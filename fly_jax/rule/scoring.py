@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from fly_jax import kernels
-from fly_jax.config import DEFAULT_ENTROPY_TOP_K
+from fly_jax.config import SamplingParams
 from fly_jax.rule import thresholds
 from fly_jax.rule.edge import Inputs
 
@@ -154,10 +154,10 @@ def score_target(inputs: Inputs, entropy_top_k: int) -> TargetScores:
 
 def score_rows(
     logits: Array,
-    params: thresholds.SamplingParams,
+    params: SamplingParams,
     *,
     vocab_size: Array | None = None,
-    entropy_top_k: int = DEFAULT_ENTROPY_TOP_K,
+    entropy_top_k: int = 1,
     implementation: str | None = None,
 ) -> TargetScores:
     """Scores `[N, V]` logits under parameters of `[N]` rows; its mass only when something may sample."""

@@ -4,42 +4,17 @@ A processed copy of the logits is never built: the processed value of a column i
 is at or above the threshold, and -inf elsewhere. All ties at a cut-off are kept, also those that the division makes.
 """
 
-import dataclasses
-import functools
-from typing import Any
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from fly_jax import kernels
+from fly_jax.config import SamplingParams
 
 GREEDY_TEMPERATURE = 1e-5
 """A request with a temperature below this is greedy, as in vLLM."""
 
 _MAX = np.float32(np.finfo(np.float32).max)
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["temperature", "top_k", "top_p", "min_p"], meta_fields=[]
-)
-@dataclasses.dataclass(frozen=True)
-class SamplingParams:
-    """How the target's logits are processed, per request or for all, as `fly_verify` takes it.
-
-    Attributes:
-      temperature: `[B]` float32 or a scalar; below 1e-5 (or NaN) is greedy. None: every request is greedy, and the
-        others must be None too.
-      top_k: `[B]` int32 or a scalar; 0 or at least V turns it off.
-      top_p: `[B]` float32 or a scalar; 1 or more turns it off, 0 or less keeps the maximum only.
-      min_p: `[B]` float32 or a scalar; 0 or less turns it off, 1 or more keeps the maximum only.
-    """
-
-    temperature: Any = None
-    top_k: Any = None
-    top_p: Any = None
-    min_p: Any = None
 
 
 def is_greedy(temperature: Array) -> Array:

@@ -47,7 +47,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from fly_jax.config import DEFAULT_WINDOW_SIZE, FlyConfig
+from fly_jax.config import FlyConfig
 from fly_jax.traces.record import ROW_FIELDS, TOP_K, TraceRows
 from fly_jax.versions import installed_versions
 
@@ -240,26 +240,13 @@ def load_trace(path: str | Path) -> Trace:
 def _config_fields(config: FlyConfig | None, num_speculative_tokens: int) -> dict[str, Any] | None:
     if config is None:
         return None
-    threshold = np.asarray(config.entropy_threshold, np.float32)
-    if threshold.ndim != 0:
-        raise ValueError(
-            f"entropy_threshold must be one number for all requests to be recorded, got shape {list(threshold.shape)}"
-        )
     if config.entropy_top_k > TOP_K:
         raise ValueError(
             f"entropy_top_k must be at most {TOP_K} to be recorded, since a trace holds that many probabilities, "
             f"got {config.entropy_top_k}"
         )
-    if math.isinf(threshold):
-        return None
-    window_size = config.window_size
-    if window_size is None:
-        window_size = max(1, min(DEFAULT_WINDOW_SIZE, num_speculative_tokens - 1))
-    return {
-        "window_size": int(window_size),
-        "entropy_threshold": float(threshold),
-        "entropy_top_k": int(config.entropy_top_k),
-    }
+    fields = dataclasses.replace(config, window_size=config.window_size_for(num_speculative_tokens)).to_dict()
+    return None if fields["entropy_threshold"] == math.inf else fields
 
 
 def _joined(parts: list[dict[str, np.ndarray]], dtypes: Mapping[str, Any]) -> list[dict[str, np.ndarray]]:

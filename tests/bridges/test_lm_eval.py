@@ -25,11 +25,11 @@ from lm_eval.tasks import TaskManager
 
 from fly_jax.bridges.lm_eval import FlyJaxLM
 from fly_jax.bridges.lm_eval.options import GenerationSettings, Options
+from fly_jax.config import SamplingParams
 from fly_jax.decode.decoder_config import DecoderConfig
 from fly_jax.decode.generate import Generator
 from fly_jax.decode.model import KVCache
 from fly_jax.errors import UserError
-from fly_jax.rule.thresholds import SamplingParams
 
 pytestmark = pytest.mark.lm_eval
 

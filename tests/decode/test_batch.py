@@ -10,11 +10,11 @@ from near_ties import gap_at_first_difference
 from test_generate import CONFIG, DECODER, MAX_MODEL_LEN, OTHER_DECODER, K, generator
 
 from fly_jax import FlyConfig
+from fly_jax.config import SamplingParams
 from fly_jax.decode.drafters import DraftModel, LayerSkip, PromptLookup, default_skip_layers
 from fly_jax.decode.generate import Generator
 from fly_jax.errors import UserError
 from fly_jax.noise import request_keys
-from fly_jax.rule.thresholds import SamplingParams
 
 LENGTHS = (75, 1, 2, 64, 65, 66, 17)
 PROMPTS = [np.random.default_rng(length).integers(0, 6, length).tolist() for length in LENGTHS]

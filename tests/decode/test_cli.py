@@ -12,12 +12,12 @@ import tiny_models
 from fly_jax import FlyConfig
 from fly_jax.cli import app as cli
 from fly_jax.cli import generate as command
+from fly_jax.config import SamplingParams
 from fly_jax.decode.comparison import num_differing, token_pieces
 from fly_jax.decode.decoder_config import DecoderConfig
 from fly_jax.decode.drafters import LayerSkip
 from fly_jax.decode.generate import Generation, Generator
 from fly_jax.metrics import AcceptanceCounts
-from fly_jax.rule.thresholds import SamplingParams
 from fly_jax.traces.file import load_trace
 from fly_jax.traces.replay import num_reproduced
 

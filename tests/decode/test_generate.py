@@ -13,12 +13,12 @@ import scipy.stats
 from near_ties import gap_at_first_difference
 
 from fly_jax import FlyConfig
+from fly_jax.config import SamplingParams
 from fly_jax.decode import generate
 from fly_jax.decode.drafters import Draft, DraftModel, LayerSkip, PromptLookup
 from fly_jax.decode.generate import Generator
 from fly_jax.decode.model import DecoderConfig, KVCache, random_decoder
 from fly_jax.errors import UserError
-from fly_jax.rule.thresholds import SamplingParams
 
 CONFIG = DecoderConfig(
     vocab_size=32,

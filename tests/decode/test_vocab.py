@@ -14,6 +14,7 @@ import small_tokenizers
 
 from fly_jax.cli import app as cli
 from fly_jax.cli import generate as command
+from fly_jax.config import SamplingParams
 from fly_jax.decode import comparison
 from fly_jax.decode.checkpoints.default import default_model_path
 from fly_jax.decode.checkpoints.load import load_model
@@ -25,7 +26,6 @@ from fly_jax.decode.prompts import BUILTIN_PROMPTS
 from fly_jax.decode.vocab import VocabMapping, Vocabulary
 from fly_jax.errors import UserError
 from fly_jax.noise import request_keys
-from fly_jax.rule.thresholds import SamplingParams
 
 K = 3
 KINDS = {

@@ -76,6 +76,12 @@ class _Text:
             self.finish_reason = "length"
 
 
+def context_length(decoder: Decoder, drafter: Drafter | None) -> int:
+    """Tokens of prompt and output that the target, and a model that drafts for it, can hold."""
+    models = [decoder, drafter.decoder] if isinstance(drafter, DraftModel) else [decoder]
+    return min(model.config.max_position_embeddings for model in models)
+
+
 class Generator:
     """Decodes with one target and one drafter; each of its steps is compiled once for a batch size.
 
@@ -97,8 +103,7 @@ class Generator:
         Raises:
           UserError: the drafter does not fit the target, or `max_model_len` exceeds a model's context.
         """
-        models = [decoder, drafter.decoder] if isinstance(drafter, DraftModel) else [decoder]
-        context = min(model.config.max_position_embeddings for model in models)
+        context = context_length(decoder, drafter)
         if not 2 <= max_model_len <= context:
             raise UserError(
                 f"max_model_len must be between 2 and the model's context of {context} tokens, got {max_model_len}."

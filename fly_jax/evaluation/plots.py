@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from fly_jax.decode.prepare import STANDARD, TARGET_ONLY
 from fly_jax.evaluation.report import Findings
-from fly_jax.evaluation.run import STANDARD, TARGET_ONLY
 
 COLORS = ("tab:gray", "tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown", "tab:pink")
 MARKERS = "os^Dv<>P"

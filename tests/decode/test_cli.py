@@ -126,6 +126,20 @@ def test_model_drafters_and_a_prompt_file(fly_jax, model, tmp_path, drafter):
         assert results["standard"]["num_draft_tokens"] > 0
 
 
+def test_the_length_ends_at_the_draft_models_context(fly_jax, model, tmp_path):
+    draft = write_model(tmp_path / "draft", max_position_embeddings=250)
+    drafting = ("--drafter", "draft-model", "--draft-model", draft)
+    arguments = ("--raw", "--prompt", "hello " * 30, "--max-tokens", 170, "--json", *drafting)
+    status, out, err = fly_jax("generate", "--model", model, *arguments)
+    assert status == 0, err
+    document = json.loads(out)
+    (prompt,) = document["prompts"]
+    # Rounded up to 256 it would be more than the draft model holds.
+    assert 192 < prompt["num_prompt_tokens"] + 170 <= 250
+    assert document["config"]["max_model_len"] == 250
+    assert prompt["results"]["standard"]["token_ids"] == prompt["results"]["target-only"]["token_ids"]
+
+
 def test_interrupt_prints_what_is_finished(fly_jax, model, monkeypatch):
     calls = []
 
@@ -245,9 +259,7 @@ def test_without_the_demo_extra_it_says_what_to_install(missing):
 
 
 def test_bench_decode_measures_every_ratio(fly_jax, model, monkeypatch):
-    monkeypatch.setattr(
-        "fly_jax.bench.decode.BUILTIN_PROMPTS", command.prompts_of({"prompt": ["hello"], "prompt_file": None})
-    )
+    monkeypatch.setattr("fly_jax.bench.decode.BUILTIN_PROMPTS", command.prompts_of(["hello"], None))
     monkeypatch.setattr("fly_jax.bench.decode.MAX_MODEL_LEN", 128)
     monkeypatch.setattr("fly_jax.bench.decode.MAX_TOKENS", 8)
     status, out, _ = fly_jax("bench", "decode", "--model", model, "--rounds", 2, "--json")
@@ -308,7 +320,7 @@ def test_options_are_checked_before_anything_is_loaded(fly_jax, tmp_path, option
 def test_an_interrupt_leaves_at_once_and_says_so(tmp_path):
     code = (
         "import sys, fly_jax.cli.app as cli, fly_jax.cli.generate as command\n"
-        "def interrupt(options): raise KeyboardInterrupt\n"
+        "def interrupt(*options, **more): raise KeyboardInterrupt\n"
         "command.generate = interrupt\n"
         "sys.argv = ['fly-jax', 'generate']\n"
         "cli.entry_point()\n"

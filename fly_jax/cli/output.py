@@ -3,7 +3,7 @@
 import contextlib
 import importlib.util
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ def print_note(console: Console, text: str) -> None:
     console.print(text, style="dim", highlight=False, soft_wrap=True)
 
 
-def print_json(document: Mapping[str, Any], *, allow_nan: bool = False) -> None:
+def print_json(document: dict[str, Any], *, allow_nan: bool = False) -> None:
     """One JSON document on standard output."""
     print(json.dumps(document, indent=2, allow_nan=allow_nan))
 

@@ -51,7 +51,7 @@ class ResultFile:
 
 
 def open_results(
-    folder: Path, *, config: Mapping[str, Any], tasks: Sequence[Task], versions: Mapping[str, str], resume: bool
+    folder: Path, *, config: dict[str, Any], tasks: Sequence[Task], versions: Mapping[str, str], resume: bool
 ) -> ResultFile:
     """Starts a results file in `folder`, or opens the one that is there.
 
@@ -67,7 +67,7 @@ def open_results(
     """
     path = folder / FILE
     check_folder(folder, resume=resume)
-    header = {"format": FORMAT, "config": dict(config), "tasks": digest(tasks), "versions": dict(versions)}
+    header = {"format": FORMAT, "config": config, "tasks": digest(tasks), "versions": dict(versions)}
     if not path.is_file():
         try:
             folder.mkdir(parents=True, exist_ok=True)

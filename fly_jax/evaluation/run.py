@@ -14,7 +14,6 @@ from fly_jax.decode.generate import Generation, context_length
 from fly_jax.decode.options import DecodeOptions
 from fly_jax.decode.prepare import Mode, prepare_modes
 from fly_jax.errors import UserError
-from fly_jax.evaluation.scorers import score
 from fly_jax.evaluation.tasks import Task
 
 
@@ -110,7 +109,7 @@ class Evaluation:
         text = self.loaded.tokenizer.decode(generation.token_ids)
         return {
             "task": self.tasks[i].name,
-            "score": score(self.tasks[i], text),
+            "score": self.tasks[i].score(text),
             "text": text,
             "token_ids": list(generation.token_ids),
             "num_deferred": sum(generation.deferred),

@@ -12,11 +12,13 @@ import tiny_models
 from fly_jax import FlyConfig
 from fly_jax.cli import app as cli
 from fly_jax.cli import generate as command
+from fly_jax.cli import options
 from fly_jax.config import SamplingParams
 from fly_jax.decode.comparison import num_differing, token_pieces
 from fly_jax.decode.decoder_config import DecoderConfig
-from fly_jax.decode.drafters import LayerSkip
+from fly_jax.decode.drafters import DRAFT_SAMPLE_METHODS, LayerSkip
 from fly_jax.decode.generate import Generation, Generator
+from fly_jax.decode.options import DRAFTERS
 from fly_jax.metrics import AcceptanceCounts
 from fly_jax.traces.file import load_trace
 from fly_jax.traces.replay import num_reproduced
@@ -247,6 +249,12 @@ def test_version_and_help(fly_jax):
     assert status == 0
     for option in ("--num-speculative-tokens", "--fly-window-size", "--draft-sample-method", "--min-p", "--json"):
         assert option in out
+
+
+def test_the_command_line_knows_every_drafter():
+    # Help must not import what decoding does, so the names stand in both.
+    assert tuple(options.DrafterName) == DRAFTERS
+    assert tuple(options.DraftSampleMethod) == DRAFT_SAMPLE_METHODS
 
 
 @pytest.mark.parametrize("missing", ["typer", "rich", "rich.console"])

@@ -13,7 +13,7 @@ LARGEST_WINDOW_SIZE = 6
 """W where K allows it: vLLM's default is the smaller of this and K - 1."""
 
 NUM_SPECULATIVE_TOKENS = 16
-"""K, draft tokens a cycle."""
+"""K, draft tokens per cycle."""
 
 PROMPT_LOOKUP_MAX = 3
 """Tokens of the longest n-gram looked up."""

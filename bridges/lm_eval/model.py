@@ -99,7 +99,7 @@ class FlyJaxLM(TemplateLM):
         raise UserError(f"The model's chat template changes the beginning of an answer {last!r}: leave gen_prefix out.")
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """One text a request, cut before the first of its stop strings."""
+        """One text per request, cut before the first of its stop strings."""
         settings = [GenerationSettings.from_task(request.args[1], self.options.max_tokens) for request in requests]
         prompts = [self.tok_encode(request.args[0]) or [self.prefix_token_id] for request in requests]
         prompts = self._truncated(prompts, [self.max_length - each.max_tokens for each in settings])

@@ -58,7 +58,7 @@ def measure(
     vocab_size: int = VOCAB_SIZE,
     min_seconds: float = timing.MIN_SAMPLE_SECONDS,
 ) -> list[Ratio]:
-    """Two ratios a case, of wall time, since a call waits for its tokens.
+    """Two ratios for each case, of wall time, since a call waits for its tokens.
 
     Args:
       cases: the steps.

@@ -115,7 +115,7 @@ def _encode(loaded: LoadedModel) -> list[list[int]]:
 def _measure_steps(
     decoder: Decoder, prompt_token_ids: Sequence[int], rounds: int, progress: Callable[[str, float], None]
 ) -> dict[str, list[float]]:
-    """Seconds a round of each step."""
+    """Seconds per round of each step."""
     weights, structure = jax.tree.flatten(decoder)
 
     def run_model(weights: list[jax.Array], cache: KVCache, token_ids: jax.Array) -> tuple[jax.Array, KVCache]:
@@ -165,7 +165,7 @@ def _started(generator: Generator, prompt_token_ids: Sequence[int]) -> DecodeSta
 
 
 def _measure_prompts(loaded: LoadedModel, rounds: int, progress: Callable[[str, float], None]) -> list[float]:
-    """Standard n-gram decoding's tokens/s over target-only's, all prompts together, once a round."""
+    """Standard n-gram decoding's tokens/s over target-only's, all prompts together, once per round."""
     prompts = _encode(loaded)
     target_only = Generator(loaded.decoder, max_model_len=MAX_MODEL_LEN)
     standard = Generator(loaded.decoder, drafter=PromptLookup(PROMPT_NUM_DRAFT_TOKENS), max_model_len=MAX_MODEL_LEN)

@@ -38,7 +38,7 @@ class Curve:
       axis: "requests" or "vocabulary".
       fixed: the size that stays: V, or B.
       sizes: along the axis.
-      ratios: one a size.
+      ratios: one for each size.
     """
 
     case: str

@@ -19,7 +19,7 @@ from fly_jax.bench import offline, timing
 from fly_jax.bench.ratios import Ratio
 
 GOAL = 0.85
-"""Of a copy's bytes a second, for the cases that have a goal."""
+"""Of a copy's bytes per second, for the cases that have a goal."""
 
 TOP_K = 3
 """k."""
@@ -180,7 +180,7 @@ def _torch_call(torch: Any, arrays: list[jax.Array]) -> Callable[[], Any]:
 def _result(case: Case, num_arrays: int, seconds: dict[str, np.ndarray]) -> CaseResult:
     kernel = seconds["kernel"]
     definitions = {
-        "copy": "bytes read a second over those of a copy of the same arrays, which are read and written",
+        "copy": "bytes read per second over those of a copy of the same arrays, which are read and written",
         "XLA": "time of implementation 'xla' over that of the kernel",
         "torch": "time of torch's softmax in float32, topk and argmax over that of the kernel",
     }

@@ -147,22 +147,16 @@ def generate(
 
 @app.command("eval")
 def evaluate(
-    tasks: Annotated[
-        Path | None, typer.Option(help="JSON lines, see README. Default: the built-in tasks, which repeat a source.")
-    ] = None,
-    split: Annotated[
-        options.Split, typer.Option(help="choose settings on one half, report on the other.")
-    ] = options.Split.REPORT,
+    tasks: options.Tasks = None,
+    split: options.SplitOption = options.Split.REPORT,
     output: Annotated[Path, typer.Option(help="Folder for results, report and pictures.")] = Path("fly_jax_eval"),
     resume: Annotated[bool, typer.Option("--resume", help="Go on with what --output holds.")] = False,
     model: options.Model = None,
     drafter: options.Drafter = options.DrafterName.NGRAM,
     draft_model: options.DraftModel = None,
     raw: options.Raw = False,
-    batch_sizes: Annotated[str, typer.Option(help="Requests decoded together, like 1,4,8.")] = "1",
-    min_batches: Annotated[
-        int, typer.Option(min=1, help="Batches of each size, at least: tasks come again, for speed only.")
-    ] = 3,
+    batch_sizes: options.BatchSizes = "1",
+    min_batches: options.MinBatches = 3,
     max_tokens: options.MaxTokens = defaults.MAX_TOKENS,
     num_speculative_tokens: options.NumSpeculativeTokens = defaults.NUM_SPECULATIVE_TOKENS,
     fly: options.Fly = None,
@@ -174,7 +168,7 @@ def evaluate(
     top_p: options.TopP = 1.0,
     top_k: options.TopK = 0,
     min_p: options.MinP = 0.0,
-    seeds: Annotated[str, typer.Option(help="Of all drawing, like 0,1,2: every task is decoded with each.")] = "0",
+    seeds: options.Seeds = "0",
     trace: options.TraceFile = None,
     trace_mode: options.TraceModeOption = options.TraceMode.STANDARD,
     json_output: options.Json = False,

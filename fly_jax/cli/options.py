@@ -96,6 +96,16 @@ TopP = Annotated[float, typer.Option(min=0.0, max=1.0, help="1 is off.")]
 TopK = Annotated[int, typer.Option(min=0, help="0 is off.")]
 MinP = Annotated[float, typer.Option(min=0.0, max=1.0, help="0 is off.")]
 Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of all drawing.")]
+Seeds = Annotated[str, typer.Option(help="Of all drawing, like 0,1,2: every task is decoded with each.")]
+Tasks = Annotated[
+    Path | None,
+    typer.Option(help="JSON lines, see docs/evaluate.md. Default: the built-in tasks, which repeat a source."),
+]
+SplitOption = Annotated[Split, typer.Option(help="choose settings on one half, report on the other.")]
+BatchSizes = Annotated[str, typer.Option(help="Requests decoded together, like 1,4,8.")]
+MinBatches = Annotated[
+    int, typer.Option(min=1, help="Batches of each size, at least: tasks come again, for speed only.")
+]
 TraceFile = Annotated[
     Path | None,
     typer.Option(help="Decode the prompts once more and record every verification here, for `fly-jax sweep`."),

@@ -99,7 +99,7 @@ class DecodeOptions:
     Attributes:
       model: a GGUF file or a Hugging Face folder; None is SmolLM2-135M-Instruct, downloaded once.
       drafter: where draft tokens come from; None is target-only decoding.
-      num_speculative_tokens: K, draft tokens a cycle.
+      num_speculative_tokens: K, draft tokens per cycle.
       fly: FLy's settings, W settled for this K; None is standard verification, which is lossless.
       sampling: how the target samples, one number for all requests; the default is greedy.
       max_tokens: most tokens to emit for a prompt.

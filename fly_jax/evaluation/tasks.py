@@ -83,7 +83,7 @@ def load_tasks(path: Path | None) -> tuple[Task, ...]:
         names[task.name] = number
         tasks.append(task)
     if not tasks:
-        raise UserError(f"{source} holds no task: write one JSON object a line.")
+        raise UserError(f"{source} holds no task: write one JSON object per line.")
     return tuple(tasks)
 
 

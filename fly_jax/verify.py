@@ -202,7 +202,7 @@ def fly_verify_rows(
 # Compiled as a whole even when the caller does not: op by op the first call takes many times as long.
 @jax.jit
 def _verify(inputs: Inputs, config: FlyConfig | None) -> Verification:
-    # Decisions have no gradient, and the kernels no rule for one: a loss beside them can still be differentiated.
+    # Decisions have no gradient, and the GPU kernel no rule for one: a loss beside them can still be differentiated.
     inputs = jax.tree.map(jax.lax.stop_gradient, inputs)
     num_requests, num_positions = inputs.draft_token_ids.shape
     if num_requests == 0:

@@ -1,6 +1,6 @@
 """What is recorded of a verification, computed on the device beside it: enough to replay any setting of FLy later.
 
-About 55 bytes a draft token instead of its logits. `fly_jax.traces.file` collects, writes and reads them, and says what
+53 bytes per draft token instead of its logits. `fly_jax.traces.file` collects, writes and reads them, and says what
 each field is; `fly_jax.traces.replay` replays them.
 """
 

@@ -120,7 +120,7 @@ class Replay:
 
     @property
     def tokens_per_cycle(self) -> np.ndarray:
-        """`[S]`: emitted tokens a cycle; a cycle without drafts emits one."""
+        """`[S]`: emitted tokens per cycle; a cycle without drafts emits one."""
         return self.num_tokens / max(self.num_cycles, 1)
 
     @property
@@ -130,7 +130,7 @@ class Replay:
 
     @property
     def logprob_loss(self) -> np.ndarray:
-        """`[S]`: nats a deferred token, the target's log-probability given up against its argmax; 0 without any."""
+        """`[S]`: nats per deferred token, the target's log-probability given up against its argmax; 0 without any."""
         return self.loss / np.maximum(self.num_deferred, 1)
 
     @property

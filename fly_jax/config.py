@@ -77,28 +77,36 @@ class FlyConfig:
             return self.window_size
         return max(1, min(self.LARGEST_DEFAULT_WINDOW_SIZE, num_speculative_tokens - 1))
 
-    def to_dict(self) -> dict[str, int | float | None]:
-        """The fields by name, for JSON and `FlyConfig(**fields)`.
+    @property
+    def single_threshold(self) -> float:
+        """The threshold of all requests, in nats; waits for the device where it lives there.
 
         Raises:
-          ValueError: the threshold is not one number for all requests.
+          ValueError: it is not one number.
         """
+        # A Python float keeps its own digits: float32 would make 0.30000001192092896 of 0.3.
+        if isinstance(self.entropy_threshold, float):
+            return self.entropy_threshold
         threshold = np.asarray(self.entropy_threshold, np.float32)
         if threshold.ndim != 0:
             raise ValueError(
-                f"entropy_threshold must be one number for all requests to be written down, "
-                f"got shape {list(threshold.shape)}"
+                f"entropy_threshold must be one number for all requests here, got shape {list(threshold.shape)}"
             )
-        # A Python float keeps its own digits: float32 would write 0.3 as 0.30000001192092896.
-        own = self.entropy_threshold if isinstance(self.entropy_threshold, float) else float(threshold)
-        return {"window_size": self.window_size, "entropy_threshold": own, "entropy_top_k": self.entropy_top_k}
+        return float(threshold)
+
+    def to_dict(self) -> dict[str, int | float | None]:
+        """The fields by name, for JSON and `FlyConfig(**fields)`; raises as `single_threshold`."""
+        return {
+            "window_size": self.window_size,
+            "entropy_threshold": self.single_threshold,
+            "entropy_top_k": self.entropy_top_k,
+        }
 
     @property
     def label(self) -> str:
         """The settings in a line, as tables name a mode: `fly W=6 θ=0.3 k=3`."""
-        fields = self.to_dict()
         window_size = "default" if self.window_size is None else self.window_size
-        return f"fly W={window_size} θ={fields['entropy_threshold']} k={fields['entropy_top_k']}"
+        return f"fly W={window_size} θ={self.single_threshold} k={self.entropy_top_k}"
 
     @classmethod
     def vllm_names(cls) -> dict[str, str]:

@@ -1,26 +1,25 @@
 """The target's log-probabilities of the tokens a verification emitted."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import ArrayLike
 
-from fly_jax.config import SamplingParams
-from fly_jax.rule.edge import check_logits, check_sampling_params, check_vocab_size
+from fly_jax.rule import edge
 from fly_jax.rule.scoring import score_rows
+from fly_jax.rule.thresholds import RowParams
 from fly_jax.verify import Verification
 
 
 def emitted_logprobs(
-    target_logits: Any,
+    target_logits: ArrayLike,
     verification: Verification,
     *,
-    temperature: Any = None,
-    top_k: Any = None,
-    top_p: Any = None,
-    min_p: Any = None,
-    vocab_size: Any = None,
+    temperature: ArrayLike | None = None,
+    top_k: ArrayLike | None = None,
+    top_p: ArrayLike | None = None,
+    min_p: ArrayLike | None = None,
+    vocab_size: ArrayLike | None = None,
 ) -> Array:
     """The target's log-probability of each emitted token, in nats.
 
@@ -43,36 +42,29 @@ def emitted_logprobs(
     Raises:
       TypeError, ValueError: as `fly_verify`.
     """
-    shape = jnp.shape(target_logits)
-    if len(shape) != 3 or shape[:2] != verification.token_ids.shape:
-        raise ValueError(
-            f"target_logits must be [B, K + 1, V] with [B, K + 1] = {list(verification.token_ids.shape)}, "
-            f"got {list(shape)}"
-        )
-    num_requests, num_rows, num_columns = shape
+    positions = edge.check_positions(target_logits, verification.token_ids.shape)
+    num_requests, num_rows, num_columns = positions.shape
     if num_requests == 0:
         return jnp.zeros((0, num_rows), jnp.float32)
-    logits = check_logits("target_logits", target_logits, ("B", "K + 1", "V")).reshape(-1, num_columns)
-    params = check_sampling_params(temperature, top_k, top_p, min_p, num_requests)
-    if params.temperature is None:
-        # Greedy requests are scored raw.
-        params = check_sampling_params(0.0, None, None, None, num_requests)
+    logits = positions.reshape(-1, num_columns)
+    # Greedy requests are scored raw.
+    params = edge.check_sampling_params(temperature, top_k, top_p, min_p, num_requests) or RowParams(
+        jnp.zeros((num_requests,), jnp.float32)
+    )
     params = jax.tree.map(lambda values: jnp.repeat(values, num_rows, total_repeat_length=len(logits)), params)
-    return _emitted_logprobs(logits, verification.token_ids, params, check_vocab_size(vocab_size, num_columns))
+    limit = edge.check_vocab_size(vocab_size, num_columns, num_columns)
+    return _emitted_logprobs(logits, verification.token_ids, params, limit)
 
 
 # Compiled as a whole, so that only what is used of the rows' statistics is computed.
 @jax.jit
-def _emitted_logprobs(logits: Array, token_ids: Array, params: SamplingParams, vocab_size: Array | None) -> Array:
+def _emitted_logprobs(logits: Array, token_ids: Array, params: RowParams, vocab_size: Array | None) -> Array:
     num_rows, num_columns = logits.shape
     # In XLA on every platform: unlike the kernels it can be differentiated, as a policy's log-probabilities are.
     target = score_rows(logits, params, vocab_size=vocab_size, implementation="xla")
     rows = jnp.arange(num_rows, dtype=jnp.int32).reshape(token_ids.shape)
     emitted = token_ids >= 0
-    assert target.softmax is not None
     # A bonus token of the caller's may lie anywhere.
     known = emitted & (token_ids < (num_columns if vocab_size is None else vocab_size))
-    token_logits = target.token_logits(rows, jnp.where(known, token_ids, 0))
-    log_probability = target.softmax.log_probability(rows, token_logits)
-    log_probability = jnp.where(known & ~target.excludes(rows, token_logits), log_probability, -jnp.inf)
-    return jnp.where(emitted & target.valid[rows], log_probability, jnp.nan)
+    log_probability = target.token_log_probability(rows, jnp.where(known, token_ids, 0))
+    return jnp.where(emitted & target.valid[rows], jnp.where(known, log_probability, -jnp.inf), jnp.nan)

@@ -2,27 +2,16 @@
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import ArrayLike
 
 from fly_jax.verify import Verification
 
-_FIELDS = [
-    "num_requests",
-    "num_drafts",
-    "num_tokens",
-    "drafted_per_position",
-    "accepted_per_position",
-    "deferred_per_position",
-    "num_stops",
-    "num_invalid",
-]
 
-
-@functools.partial(jax.tree_util.register_dataclass, data_fields=_FIELDS, meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AcceptanceCounts:
     """Counts over any number of verifications of the same K; `a + b` adds them up. All are int32.
@@ -56,7 +45,9 @@ class AcceptanceCounts:
         return cls(zero, zero, zero, per_position, per_position, per_position, zero, zero)
 
     @classmethod
-    def from_verification(cls, verification: Verification, num_draft_tokens: Any = None) -> "AcceptanceCounts":
+    def from_verification(
+        cls, verification: Verification, num_draft_tokens: ArrayLike | None = None
+    ) -> "AcceptanceCounts":
         """Counts one verification; no host synchronisation.
 
         Args:
@@ -108,11 +99,11 @@ class AcceptanceCounts:
         return jnp.sum(self.deferred_per_position, dtype=jnp.int32)
 
     def mean_acceptance_length(self) -> Array:
-        """Kept drafts a draft, plus the token after them: `1 + accepted / drafts`, as vLLM counts; 1 without drafts."""
+        """`1 + accepted / drafts`, as vLLM counts: kept draft tokens per draft, and the token after them; 1 without."""
         return 1.0 + _ratio(self.num_accepted, self.num_drafts)
 
     def tokens_per_request(self) -> Array:
-        """Emitted tokens a verified request-step, those without drafts included."""
+        """Emitted tokens per verified request-step, those without drafts included."""
         return _ratio(self.num_tokens, self.num_requests)
 
     def acceptance_rate(self) -> Array:
@@ -132,7 +123,7 @@ class AcceptanceCounts:
         return _ratio(self.deferred_per_position, self.num_drafts)
 
     def deferrals_per_draft(self) -> Array:
-        """Deferrals a request-step with drafts."""
+        """Deferrals per request-step with drafts."""
         return _ratio(self.num_deferred, self.num_drafts)
 
 

@@ -4,19 +4,19 @@ Drafting and verifying with the same request key stay independent because their 
 """
 
 import dataclasses
-import functools
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import ArrayLike
 
 _VERIFY_TAG = 0x464C5956
 _DRAFT_TAG = 0x464C5944
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["uniform", "final_uniform", "gumbel"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class VerifyNoise:
     """All the randomness of one verification, given explicitly: the result is then a pure function.
@@ -29,17 +29,26 @@ class VerifyNoise:
         `argmax(p / q)`) is the same with `gumbel = -log(q)`.
     """
 
-    uniform: Any
-    final_uniform: Any = None
-    gumbel: Any = None
+    uniform: ArrayLike
+    final_uniform: ArrayLike | None = None
+    gumbel: ArrayLike | None = None
 
     def __post_init__(self) -> None:
         # Here, because jax.jit narrows a NumPy float64 to the nearest float32 before anything is traced.
-        if getattr(self.uniform, "dtype", None) == np.float64:
-            object.__setattr__(self, "uniform", round_up(self.uniform))
+        uniform = self.uniform
+        if isinstance(uniform, jax.Array | np.ndarray) and uniform.dtype == np.float64:
+            object.__setattr__(self, "uniform", round_up(uniform))
+
+    def uniforms(self) -> Array:
+        """`[B, K]` float32: what the acceptance ratio of each draft token is compared with."""
+        return jnp.asarray(self.uniform)
+
+    def gumbel_noise(self, num_accepted: Array, num_columns: int) -> Array | None:
+        """`[B, V]` float32 for the token after `num_accepted` `[B]` drafts; None: `final_uniform` draws it."""
+        return None if self.gumbel is None else jnp.asarray(self.gumbel)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["seed", "position"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class VllmV2Noise:
     """vLLM 0.33 V2's counter-based streams, from the seed of a request and the positions of its rows.
@@ -49,11 +58,28 @@ class VllmV2Noise:
       position: `[B, K + 1, 2]` uint32, the low and high words of each row's position in the sequence.
     """
 
-    seed: Any
-    position: Any
+    seed: ArrayLike
+    position: ArrayLike
+
+    @property
+    def final_uniform(self) -> None:
+        """None: the token after the accepted prefix is drawn with Gumbel noise."""
+
+    def uniforms(self) -> Array:
+        """`[B, K]` float32: what the acceptance ratio of each draft token is compared with."""
+        return philox_uniform(jnp.asarray(self.seed), jnp.asarray(self.position)[:, :-1])
+
+    def gumbel_noise(self, num_accepted: Array, num_columns: int) -> Array:
+        """`[B, V]` float32 for the token after `num_accepted` `[B]` drafts: of the row that emits, and no other."""
+        position = jnp.take_along_axis(jnp.asarray(self.position), num_accepted[:, None, None], axis=1)[:, 0]
+        return murmur_gumbel(jnp.asarray(self.seed), position, num_columns)
 
 
-def round_up(uniform: Any) -> Any:
+Noise: TypeAlias = VerifyNoise | VllmV2Noise
+"""What a verification draws from; both answer `uniforms`, and `gumbel_noise` or `final_uniform`."""
+
+
+def round_up(uniform: Array | np.ndarray) -> Array | np.ndarray:
     """A float64 array to the next float32 at or above it: comparisons with a float32 ratio stay what they were."""
     xp = jnp if isinstance(uniform, jax.Array) else np
     nearest = uniform.astype(np.float32)
@@ -92,12 +118,22 @@ def draft_keys(keys: Array) -> Array:
 
 def verify_noise(keys: Array, num_positions: int) -> VerifyNoise:
     """Draws the noise of `[B]` requests: u at a position depends on the request's key and the position alone."""
+    uniform, final_uniform = _draw(keys, num_positions)
+    return VerifyNoise(uniform, final_uniform)
+
+
+def token_uniforms(keys: Array) -> Array:
+    """`[B, 2]` float32: the `final_uniform` that `verify_noise` draws from `[B]` keys, whatever K."""
+    return _draw(keys, 0)[1]
+
+
+def _draw(keys: Array, num_positions: int) -> tuple[Array, Array]:
     streams = jnp.arange(num_positions + 1, dtype=jnp.uint32)
     keys = jax.vmap(lambda key: jax.vmap(jax.random.fold_in, (None, 0))(key, streams))(_fold(keys, _VERIFY_TAG))
     # Multiples of 2**-23 on (0, 1]; jax.random.uniform is on [0, 1).
     uniform = 1.0 - jax.vmap(jax.vmap(lambda key: jax.random.uniform(key, (2,), jnp.float32)))(keys)
     # Stream 0 is for the token after the accepted prefix, so that a longer K leaves the others alone.
-    return VerifyNoise(uniform[:, 1:, 0], final_uniform=uniform[:, 0])
+    return uniform[:, 1:, 0], uniform[:, 0]
 
 
 def _fold(keys: Array, tag: int) -> Array:

@@ -1,16 +1,15 @@
 """FLy verification of draft tokens as one pure function, in four stages: score, accept, defer, emit."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
+from jax.typing import ArrayLike
 
 from fly_jax.config import FlyConfig
-from fly_jax.noise import VllmV2Noise, philox_uniform, verify_noise
+from fly_jax.noise import Noise, verify_noise
 from fly_jax.rule import edge
 from fly_jax.rule.acceptance import accept
 from fly_jax.rule.deferral import defer
@@ -19,19 +18,7 @@ from fly_jax.rule.emission import emit
 from fly_jax.rule.scoring import score_draft, score_target
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=[
-        "token_ids",
-        "num_tokens",
-        "num_accepted",
-        "natively_accepted",
-        "deferred",
-        "entropy",
-        "invalid",
-    ],
-    meta_fields=[],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Verification:
     """The outcome of verifying up to `K` draft tokens for each of `B` requests.
@@ -59,21 +46,21 @@ class Verification:
 
 
 def fly_verify(
-    target_logits: Any,
-    draft_token_ids: Any,
+    target_logits: ArrayLike,
+    draft_token_ids: ArrayLike,
     *,
     config: FlyConfig | None = FlyConfig(),  # noqa: B008 - frozen
-    num_draft_tokens: Any = None,
-    draft_probs: Any = None,
-    draft_logits: Any = None,
-    temperature: Any = None,
-    draft_temperature: Any = None,
-    top_k: Any = None,
-    top_p: Any = None,
-    min_p: Any = None,
-    key: Any = None,
-    noise: Any = None,
-    vocab_size: Any = None,
+    num_draft_tokens: ArrayLike | None = None,
+    draft_probs: ArrayLike | None = None,
+    draft_logits: ArrayLike | None = None,
+    temperature: ArrayLike | None = None,
+    draft_temperature: ArrayLike | None = None,
+    top_k: ArrayLike | None = None,
+    top_p: ArrayLike | None = None,
+    min_p: ArrayLike | None = None,
+    key: Array | None = None,
+    noise: Noise | None = None,
+    vocab_size: ArrayLike | None = None,
 ) -> Verification:
     """Verifies draft tokens against the target's logits; with a config, keeps some the target would reject.
 
@@ -92,8 +79,9 @@ def fly_verify(
       draft_token_ids: `[B, K]` int32. -1, like any id outside the vocabulary, is a placeholder: never kept.
       config: FLy's settings, or None for standard lossless verification.
       num_draft_tokens: `[B]` int32, how many drafts each request has; None is K.
-      draft_probs: `[B, K, Vd]` float32, the distribution each draft token was sampled from, after the draft's own
-        temperature and masks. Neither this nor `draft_logits` means one-hot drafts: greedy drafting, or n-grams.
+      draft_probs: `[B, K, Vd]` float32, bfloat16 or float16, the distribution each draft token was sampled from, after
+        the draft's own temperature and masks. Neither this nor `draft_logits` means one-hot drafts: greedy drafting, or
+        n-grams.
       draft_logits: `[B, K, Vd]`, logits of that distribution, divided here by `draft_temperature`. Where `Vd` differs
         from `V`, columns beyond the smaller do not exist, in any row.
       temperature: `[B]` float32 or a scalar; below 1e-5 the request is greedy. None: every request is.
@@ -118,36 +106,16 @@ def fly_verify(
       FLy: https://arxiv.org/abs/2511.22972; standard verification: https://arxiv.org/abs/2211.17192. Where the paper is
       silent this follows vLLM 0.33's V1 runner.
     """
-    logits = _rank3("target_logits", target_logits, "K + 1")
-    ids = np.shape(draft_token_ids)
-    if len(ids) != 2 or logits.shape[:2] != (ids[0], ids[1] + 1):
-        raise ValueError(
-            f"target_logits must be [B, K + 1, V] and draft_token_ids [B, K], got {list(logits.shape)} and {list(ids)}"
-        )
-    num_requests, num_positions = ids
-
-    def flat(name: str, array: Any) -> Any:
-        if array is None:
-            return None
-        array = _rank3(name, array, "K")
-        if array.shape[:2] != (num_requests, num_positions):
-            raise ValueError(
-                f"{name} must be [B, K, Vd] with B = {num_requests}, K = {num_positions}, got {list(array.shape)}"
-            )
-        return array.reshape(num_requests * num_positions, array.shape[2])
-
-    def rows(length: int) -> Array:
-        return jnp.arange(num_requests * length, dtype=jnp.int32).reshape(num_requests, length)
-
+    rows = edge.flatten(target_logits, draft_token_ids, draft_probs=draft_probs, draft_logits=draft_logits)
     return fly_verify_rows(
-        logits.reshape(num_requests * (num_positions + 1), logits.shape[2]),
-        rows(num_positions + 1),
+        rows.target_logits,
+        rows.row_index,
         draft_token_ids,
-        draft_row_index=rows(num_positions),
+        draft_row_index=rows.draft_row_index,
         config=config,
         num_draft_tokens=num_draft_tokens,
-        draft_probs=flat("draft_probs", draft_probs),
-        draft_logits=flat("draft_logits", draft_logits),
+        draft_probs=rows.draft_probs,
+        draft_logits=rows.draft_logits,
         temperature=temperature,
         draft_temperature=draft_temperature,
         top_k=top_k,
@@ -160,24 +128,24 @@ def fly_verify(
 
 
 def fly_verify_rows(
-    target_logits: Any,
-    row_index: Any,
-    draft_token_ids: Any,
+    target_logits: ArrayLike,
+    row_index: ArrayLike,
+    draft_token_ids: ArrayLike,
     *,
-    draft_row_index: Any = None,
-    bonus_token_ids: Any = None,
+    draft_row_index: ArrayLike | None = None,
+    bonus_token_ids: ArrayLike | None = None,
     config: FlyConfig | None = FlyConfig(),  # noqa: B008 - frozen
-    num_draft_tokens: Any = None,
-    draft_probs: Any = None,
-    draft_logits: Any = None,
-    temperature: Any = None,
-    draft_temperature: Any = None,
-    top_k: Any = None,
-    top_p: Any = None,
-    min_p: Any = None,
-    key: Any = None,
-    noise: Any = None,
-    vocab_size: Any = None,
+    num_draft_tokens: ArrayLike | None = None,
+    draft_probs: ArrayLike | None = None,
+    draft_logits: ArrayLike | None = None,
+    temperature: ArrayLike | None = None,
+    draft_temperature: ArrayLike | None = None,
+    top_k: ArrayLike | None = None,
+    top_p: ArrayLike | None = None,
+    min_p: ArrayLike | None = None,
+    key: Array | None = None,
+    noise: Noise | None = None,
+    vocab_size: ArrayLike | None = None,
 ) -> Verification:
     """`fly_verify` on flattened rows, as serving engines have them; the logits are not copied.
 
@@ -194,7 +162,7 @@ def fly_verify_rows(
         as it is.
       config: as in `fly_verify`, and so are all that follow, but `draft_probs` and `draft_logits` are `[M, Vd]`.
       num_draft_tokens: `[B]` int32.
-      draft_probs: `[M, Vd]` float32.
+      draft_probs: `[M, Vd]`.
       draft_logits: `[M, Vd]`.
       temperature: `[B]` float32 or a scalar.
       draft_temperature: `[B]` float32 or a scalar.
@@ -211,9 +179,7 @@ def fly_verify_rows(
     Raises:
       TypeError, ValueError: as `fly_verify`.
     """
-    if config is not None and not isinstance(config, FlyConfig):
-        raise TypeError(f"config must be a FlyConfig, or None for standard verification, got {type(config).__name__}")
-    inputs = edge.from_arguments(
+    inputs = edge.inputs_of(
         target_logits,
         row_index,
         draft_token_ids,
@@ -227,31 +193,28 @@ def fly_verify_rows(
         top_k=top_k,
         top_p=top_p,
         min_p=min_p,
-        key=key,
-        noise=noise,
         vocab_size=vocab_size,
     )
-    _check_threshold(config, inputs.greedy.shape[0])
-    return _verify(inputs, config)
+    edge.check_config(config, inputs.draft_token_ids.shape[0])
+    return _verify(edge.with_randomness(inputs, key, noise), config)
 
 
 # Compiled as a whole even when the caller does not: op by op the first call takes many times as long.
 @jax.jit
 def _verify(inputs: Inputs, config: FlyConfig | None) -> Verification:
-    # Decisions have no gradient, and the kernels no rule for one: a loss beside them can still be differentiated.
+    # Decisions have no gradient, and the GPU kernel no rule for one: a loss beside them can still be differentiated.
     inputs = jax.tree.map(jax.lax.stop_gradient, inputs)
     num_requests, num_positions = inputs.draft_token_ids.shape
     if num_requests == 0:
         return _nothing(num_positions)
-    if inputs.keys is not None:
-        inputs = dataclasses.replace(inputs, noise=verify_noise(inputs.keys, num_positions))
+    noise = _noise(inputs)
     target = score_target(inputs, 1 if config is None else config.entropy_top_k)
     draft = score_draft(inputs)
-    native = accept(inputs, target, draft, _uniform(inputs))
+    native = accept(inputs, target, draft, noise)
     deferral = defer(inputs, target, native, config)
     kept = jnp.cumprod(native.accepted | deferral.deferred, axis=1, dtype=jnp.int32) > 0
     num_accepted = jnp.sum(kept, axis=1, dtype=jnp.int32)
-    token, invalid = emit(inputs, target, draft, num_accepted)
+    token, invalid = emit(inputs, target, draft, noise, num_accepted)
 
     position = jnp.arange(num_positions + 1, dtype=jnp.int32)[None]
     drafts = jnp.pad(inputs.draft_token_ids, ((0, 0), (0, 1)))
@@ -268,10 +231,11 @@ def _verify(inputs: Inputs, config: FlyConfig | None) -> Verification:
     )
 
 
-def _uniform(inputs: Inputs) -> Array | None:
-    if isinstance(inputs.noise, VllmV2Noise):
-        return philox_uniform(inputs.noise.seed, inputs.noise.position[:, :-1])
-    return None if inputs.noise is None else inputs.noise.uniform
+def _noise(inputs: Inputs) -> Noise | None:
+    """What is drawn from: given, or made of the keys; None where every request is greedy."""
+    if inputs.sampling is None or inputs.sampling.keys is None:
+        return None if inputs.sampling is None else inputs.sampling.noise
+    return verify_noise(inputs.sampling.keys, inputs.draft_token_ids.shape[1])
 
 
 def _nothing(num_positions: int) -> Verification:
@@ -287,24 +251,3 @@ def _nothing(num_positions: int) -> Verification:
         entropy=empty(jnp.float32, num_positions),
         invalid=empty(bool),
     )
-
-
-def _check_threshold(config: FlyConfig | None, num_requests: int) -> None:
-    if config is None:
-        return
-    threshold = config.entropy_threshold
-    if isinstance(threshold, float):
-        return
-    dtype, shape = getattr(threshold, "dtype", None), getattr(threshold, "shape", None)
-    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-        given = threshold if dtype is None else dtype
-        raise TypeError(f"entropy_threshold must be a number of nats or a [B] float array, got {given}")
-    if shape not in ((), (num_requests,)):
-        raise ValueError(f"entropy_threshold must be a number or [B] = [{num_requests}], got shape {list(shape or ())}")
-
-
-def _rank3(name: str, value: Any, positions: str) -> Any:
-    value = value if hasattr(value, "shape") else jnp.asarray(value)
-    if value.ndim != 3:
-        raise ValueError(f"{name} must be [B, {positions}, V], got shape {list(value.shape)}")
-    return value

@@ -1,7 +1,6 @@
 """Searches for the cut-offs of top-k and top-p, without sorting the vocabulary."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -137,11 +136,7 @@ def largest_passing(passes: Callable[[Array], Array], low: Array, high: Array, d
     return blocks.from_key(lax.while_loop(unfinished, halve, (low, high))[0], dtype)
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["low", "high", "mass_low", "mass_above", "trust_low", "trust_above"],
-    meta_fields=[],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Bracket:
     """Where the logit searched for lies; every field `[N]`.

@@ -1,7 +1,6 @@
 """What one read of logit rows gives, and the entropy that follows from it: the same for every implementation."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -16,11 +15,7 @@ _LOG_TINY = np.float32(np.log(TINY))
 _LOG2_E = np.float32(np.log2(np.e))
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["token_ids", "scale", "threshold", "vocab_size"],
-    meta_fields=[],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RowOperands:
     """What is given per row besides its logits; None where nothing is.
@@ -38,11 +33,7 @@ class RowOperands:
     vocab_size: Array | None = None
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["argmax", "max", "log_mass", "top_values", "entropy", "token_logits", "has_nan"],
-    meta_fields=[],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RowStatistics:
     """Statistics of `N` rows of logits.

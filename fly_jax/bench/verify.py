@@ -30,7 +30,7 @@ from fly_jax.bench.verify_cases import (
 )
 from fly_jax.compat import compiler_options
 from fly_jax.config import FlyConfig
-from fly_jax.kernels import BLOCK
+from fly_jax.kernels.blocks import BLOCK
 from fly_jax.verify import fly_verify
 
 DEFAULT = "default"
@@ -263,7 +263,7 @@ def ratio(
     return Ratio(name, definition, goal, at_most, tuple(values.tolist()))
 
 
-def verify_function(config: FlyConfig | None) -> Callable[[dict[str, jax.Array]], Any]:
+def verify_function(config: FlyConfig | None) -> Callable[[dict[str, Any]], Any]:
     """`fly_verify` of one dictionary of arrays."""
     return lambda arguments: fly_verify(**arguments, config=config)
 

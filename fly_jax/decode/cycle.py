@@ -5,7 +5,6 @@ caches.
 """
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -20,11 +19,7 @@ from fly_jax.traces.record import TraceRows, trace_rows
 from fly_jax.verify import Verification, fly_verify
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["history", "length", "limit", "cache", "draft", "drafter_state", "keys", "step", "counts"],
-    meta_fields=[],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecodeState:
     """Everything a cycle needs of the cycles before it.
@@ -52,11 +47,7 @@ class DecodeState:
     counts: AcceptanceCounts
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["token_ids", "num_tokens", "deferred", "num_draft_tokens", "trace"],
-    meta_fields=[],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class CycleOutput:
     """What the host reads of a cycle.
@@ -107,7 +98,7 @@ def cycle(
     num_draft_tokens = jnp.where(active & speculate, state.draft.num_draft_tokens, 0)
     last = jnp.take_along_axis(state.history, state.length[:, None] - 1, 1)
     logits, cache = decoder(jnp.concatenate([last, drafts], 1), state.cache)
-    arguments = {
+    arguments: dict[str, Any] = {
         "num_draft_tokens": num_draft_tokens,
         "draft_probs": state.draft.draft_probs if speculate else None,
         "temperature": sampling.temperature,

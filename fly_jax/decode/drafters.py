@@ -6,7 +6,6 @@ of histories and caches.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -24,11 +23,7 @@ from fly_jax.kernels import row_statistics
 DRAFT_SAMPLE_METHODS = ("greedy", "probabilistic")
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["token_ids", "num_draft_tokens", "draft_probs"],
-    meta_fields=[],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Draft:
     """Proposed tokens.
@@ -45,11 +40,7 @@ class Draft:
     draft_probs: Array | None = None
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["decoder", "cache", "history", "length", "keys", "sampling"],
-    meta_fields=[],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DraftContext:
     """What a drafter may look at.
@@ -112,11 +103,7 @@ def empty_cache(decoder: Decoder, batch_size: int, capacity: int) -> KVCache:
     return KVCache.zeros(decoder.config, batch_size, capacity, decoder.embedding[...].dtype)
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=[],
-    meta_fields=["num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PromptLookup:
     """Drafts what followed the last occurrence of the history's own ending (n-gram lookup).
@@ -133,9 +120,9 @@ class PromptLookup:
       UserError: a number is out of range.
     """
 
-    num_speculative_tokens: int
-    prompt_lookup_max: int = 3
-    prompt_lookup_min: int = 1
+    num_speculative_tokens: int = dataclasses.field(metadata={"static": True})
+    prompt_lookup_max: int = dataclasses.field(default=3, metadata={"static": True})
+    prompt_lookup_min: int = dataclasses.field(default=1, metadata={"static": True})
 
     def __post_init__(self) -> None:
         _check_num_speculative_tokens(self.num_speculative_tokens)
@@ -178,11 +165,7 @@ class PromptLookup:
         return Draft(token_ids, jnp.where(found, available, 0)[:, 0]), None, context.cache
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["decoder", "vocab_mapping"],
-    meta_fields=["num_speculative_tokens", "draft_sample_method"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DraftModel:
     """Drafts with a model of its own, one token at a time, on a cache of its own.
@@ -199,8 +182,8 @@ class DraftModel:
     """
 
     decoder: Decoder
-    num_speculative_tokens: int
-    draft_sample_method: str = "greedy"
+    num_speculative_tokens: int = dataclasses.field(metadata={"static": True})
+    draft_sample_method: str = dataclasses.field(default="greedy", metadata={"static": True})
     vocab_mapping: VocabMapping | None = None
 
     def __post_init__(self) -> None:
@@ -243,11 +226,7 @@ class DraftModel:
         return token_ids if self.vocab_mapping is None else self.vocab_mapping.map_target_to_draft_ids(token_ids)
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=[],
-    meta_fields=["skip_layers", "num_speculative_tokens", "draft_sample_method"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LayerSkip:
     """Drafts with the target itself, some layers skipped, on the target's own cache.
@@ -263,9 +242,9 @@ class LayerSkip:
       UserError: a setting is out of range.
     """
 
-    skip_layers: tuple[int, ...]
-    num_speculative_tokens: int
-    draft_sample_method: str = "greedy"
+    skip_layers: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    num_speculative_tokens: int = dataclasses.field(metadata={"static": True})
+    draft_sample_method: str = dataclasses.field(default="greedy", metadata={"static": True})
 
     def __post_init__(self) -> None:
         _check_num_speculative_tokens(self.num_speculative_tokens)
@@ -366,22 +345,26 @@ def _drawing(
 ) -> Callable[[Array, Array], tuple[Array, Array | None]]:
     """A function of `[B, V]` logits and the draft position: `[B]` token ids, and `[B, V]` probabilities if it draws."""
     sampling = context.sampling
+    temperature = sampling.temperature
+
+    def take_best(logits: Array, position: Array) -> tuple[Array, None]:
+        return row_statistics(logits if constrain is None else constrain(logits)).argmax, None
+
+    if temperature is None or not _draws(draft_sample_method, sampling):
+        return take_best
 
     def draw(logits: Array, position: Array) -> tuple[Array, Array | None]:
         keys = jax.vmap(jax.random.fold_in, (0, None))(context.keys, position)
         return draft_token(
             logits,
             keys,
-            temperature=sampling.temperature,
+            temperature=temperature,
             top_k=sampling.top_k,
             top_p=sampling.top_p,
             min_p=sampling.min_p,
         )
 
-    def take_best(logits: Array, position: Array) -> tuple[Array, None]:
-        return row_statistics(logits if constrain is None else constrain(logits)).argmax, None
-
-    return draw if _draws(draft_sample_method, sampling) else take_best
+    return draw
 
 
 def _draws(draft_sample_method: str, sampling: SamplingParams) -> bool:

@@ -1,11 +1,10 @@
 """Drawing draft tokens: the draft's processed distribution, and a token from it."""
 
-from typing import Any
-
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import ArrayLike
 
-from fly_jax.noise import draft_keys, request_keys, verify_noise
+from fly_jax.noise import draft_keys, request_keys, token_uniforms
 from fly_jax.rule.edge import check_logits, check_sampling_params
 from fly_jax.rule.emission import inverse_cdf
 from fly_jax.rule.scoring import score_rows
@@ -13,9 +12,15 @@ from fly_jax.rule.thresholds import is_greedy
 
 
 def draft_token(
-    logits: Any, key: Array, *, temperature: Any, top_k: Any = None, top_p: Any = None, min_p: Any = None
+    logits: ArrayLike,
+    key: Array,
+    *,
+    temperature: ArrayLike,
+    top_k: ArrayLike | None = None,
+    top_p: ArrayLike | None = None,
+    min_p: ArrayLike | None = None,
 ) -> tuple[Array, Array]:
-    """Draws one draft token a request, and gives the distribution it was drawn from.
+    """Draws one draft token per request, and gives the distribution it was drawn from.
 
     The key is folded with a tag of its own, so that the same request keys may be passed to `fly_verify`.
 
@@ -33,13 +38,12 @@ def draft_token(
     """
     logits = check_logits("logits", logits, ("B", "V"))
     num_requests = logits.shape[0]
-    if temperature is None:
-        raise ValueError("temperature must be given to draw a token (0 for the argmax), got None")
     params = check_sampling_params(temperature, top_k, top_p, min_p, num_requests)
-    assert params.temperature is not None
+    if params is None:
+        raise ValueError("temperature must be given to draw a token (0 for the argmax), got None")
     keys = draft_keys(request_keys(key, num_requests))
     target = score_rows(logits, params)
     probs = target.probabilities(jnp.arange(num_requests, dtype=jnp.int32))
-    sampled, _ = inverse_cdf(probs, verify_noise(keys, 0).final_uniform)
+    sampled, _ = inverse_cdf(probs, token_uniforms(keys))
     greedy = is_greedy(params.temperature) | ~target.valid
     return jnp.where(greedy, target.statistics.argmax, sampled), probs

@@ -13,7 +13,6 @@ References:
 """
 
 import dataclasses
-import functools
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -71,11 +70,7 @@ class Vocabulary:
         return {text: token_id for text, token_id in by_text.items() if token_id < self.size}
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["target_to_draft", "draft_to_target", "is_common"],
-    meta_fields=[],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class VocabMapping:
     """Which token of the draft is which of the target. A pytree; its three methods are pure and run under `jax.jit`.

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from fly_jax import kernels
+from fly_jax.noise import Noise
 from fly_jax.rule.edge import Inputs
 from fly_jax.rule.scoring import DraftDistribution, TargetScores
 
@@ -23,27 +24,34 @@ class Acceptance:
     deferrable: Array
 
 
-def accept(inputs: Inputs, target: TargetScores, draft: DraftDistribution | None, uniform: Array | None) -> Acceptance:
+def accept(inputs: Inputs, target: TargetScores, draft: DraftDistribution | None, noise: Noise | None) -> Acceptance:
     """Section 1 of the rule: greedy by argmax, sampling by `p >= u`, or `p / q >= u` with a draft distribution.
 
-    `uniform` is `[B, K]` float32, None when every request is greedy.
+    `noise` is None when every request is greedy.
     """
-    rows = inputs.row_index[:, :-1]
+    rows = inputs.draft_rows
     proposed = inputs.draft_in_vocab & target.valid[rows]
-    logits = target.token_logits(rows, inputs.draft_token_ids)
-    deferrable = proposed & ~target.excludes(rows, logits)
+    may_defer = deferrable(inputs, target, draft)
     greedy_accepted = inputs.draft_token_ids == target.statistics.argmax[rows]
-    if uniform is None or target.softmax is None:
-        return Acceptance(proposed & greedy_accepted, deferrable)
+    if inputs.sampling is None or noise is None:
+        return Acceptance(proposed & greedy_accepted, may_defer)
 
-    greedy = inputs.greedy[:, None]
-    p = kernels.probability(target.softmax.log_probability(rows, logits))
+    p = kernels.probability(target.token_log_probability(rows, inputs.draft_token_ids))
     ratio = p
     if draft is not None:
-        one_hot = draft.one_hot[:, None]
-        q = draft.token_probability(inputs.draft_token_ids)
-        ratio = jnp.where(one_hot, p, p / q)
-        # q > 0 on every backend: some flush what is below the smallest normal number. A NaN fails as well.
-        deferrable &= greedy | one_hot | (q >= kernels.TINY)
-    sampling_accepted = deferrable & (p > 0) & (ratio >= uniform)
-    return Acceptance(proposed & jnp.where(greedy, greedy_accepted, sampling_accepted), deferrable)
+        ratio = jnp.where(draft.one_hot[:, None], p, p / draft.token_probability(inputs.draft_token_ids))
+    sampling_accepted = may_defer & (p > 0) & (ratio >= noise.uniforms())
+    return Acceptance(
+        proposed & jnp.where(inputs.sampling.greedy[:, None], greedy_accepted, sampling_accepted), may_defer
+    )
+
+
+def deferrable(inputs: Inputs, target: TargetScores, draft: DraftDistribution | None) -> Array:
+    """`[B, K]` bool: condition 1 of a deferral, in a valid row."""
+    rows = inputs.draft_rows
+    result = inputs.draft_in_vocab & target.valid[rows] & ~target.excludes(rows, inputs.draft_token_ids)
+    if draft is None or inputs.sampling is None:
+        return result
+    # q > 0 on every backend: some flush what is below the smallest normal number. A NaN fails as well.
+    drafted = draft.token_probability(inputs.draft_token_ids) >= kernels.TINY
+    return result & ((inputs.sampling.greedy | draft.one_hot)[:, None] | drafted)

@@ -4,15 +4,19 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from fly_jax import kernels
-from fly_jax.noise import VllmV2Noise, murmur_gumbel
+from fly_jax.kernels import blocks
+from fly_jax.kernels.xla import mask_columns
+from fly_jax.noise import Noise
 from fly_jax.rule.edge import Inputs
 from fly_jax.rule.scoring import DraftDistribution, TargetScores
 
 
 def emit(
-    inputs: Inputs, target: TargetScores, draft: DraftDistribution | None, num_accepted: Array
+    inputs: Inputs, target: TargetScores, draft: DraftDistribution | None, noise: Noise | None, num_accepted: Array
 ) -> tuple[Array, Array]:
     """Section 4 of the rule, and section 6 where the row is not a distribution.
+
+    `noise` is None when every request is greedy.
 
     Returns:
       The token `[B]` int32 after `num_accepted` `[B]` kept drafts, and whether its row was invalid, `[B]` bool.
@@ -21,9 +25,10 @@ def emit(
     all_kept = num_accepted == inputs.num_draft_tokens
     token = target.statistics.argmax[rows]
     invalid = ~target.valid[rows]
-    if inputs.noise is not None:
-        sampled = _sample(inputs, target, draft, num_accepted, rows, all_kept)
-        token = jnp.where(inputs.greedy, token, sampled)
+    if inputs.sampling is not None and noise is not None:
+        greedy = inputs.sampling.greedy
+        sampled = _sample(inputs, target, draft, noise, num_accepted, greedy)
+        token = jnp.where(greedy, token, sampled)
     if inputs.bonus_token_ids is not None:
         invalid &= ~all_kept
     token = lax.cond(
@@ -50,38 +55,40 @@ def inverse_cdf(weights: Array, uniforms: Array) -> tuple[Array, Array]:
       The column `[B]` int32 (unspecified where the total is 0 or not finite), and the total weight `[B]` float32.
     """
     num_columns = weights.shape[1]
-    sums = lax.optimization_barrier(kernels.block_sums(weights))
+    sums = lax.optimization_barrier(blocks.block_sums(weights))
     block, total = _first_reaching(sums, uniforms[:, 0])
-    columns = block[:, None] * kernels.BLOCK + jnp.arange(kernels.BLOCK, dtype=jnp.int32)[None]
+    columns = block[:, None] * blocks.BLOCK + jnp.arange(blocks.BLOCK, dtype=jnp.int32)[None]
     inside = jnp.take_along_axis(weights, jnp.minimum(columns, num_columns - 1), axis=1)
     offset, _ = _first_reaching(jnp.where(columns < num_columns, inside, 0.0), uniforms[:, 1])
-    return jnp.minimum(block * kernels.BLOCK + offset, num_columns - 1), total
+    return jnp.minimum(block * blocks.BLOCK + offset, num_columns - 1), total
 
 
 def _sample(
     inputs: Inputs,
     target: TargetScores,
     draft: DraftDistribution | None,
+    noise: Noise,
     num_accepted: Array,
-    rows: Array,
-    all_kept: Array,
+    greedy: Array,
 ) -> Array:
     """`[B]` int32: a sample of the target's row, of the residual of a rejection, or what a degenerate one gives."""
+    rows = _at(inputs.row_index, num_accepted)
+    all_kept = num_accepted == inputs.num_draft_tokens
     p = target.probabilities(rows)
     rejected = ~all_kept & _at(inputs.draft_in_vocab, num_accepted, pad=False)
     rejected_id = _at(inputs.draft_token_ids, num_accepted, pad=0)
     columns = lax.broadcasted_iota(jnp.int32, p.shape, 1)
     without_draft = jnp.where(rejected[:, None] & (columns == rejected_id[:, None]), 0.0, p)
     argmax = target.statistics.argmax[rows]
-    gumbel = _gumbel(inputs, num_accepted)
+    gumbel, final_uniform = noise.gumbel_noise(num_accepted, p.shape[1]), noise.final_uniform
 
     def draw(weights: Array) -> tuple[Array, Array]:
-        if gumbel is None:
-            token, total = inverse_cdf(weights, inputs.noise.final_uniform)  # type: ignore[union-attr]
-        else:
+        if gumbel is not None:
             score = jnp.where(weights > 0, jnp.log(weights) + gumbel, -jnp.inf)
-            token, _ = kernels.argmax_and_max(score)
-            total = jnp.sum(kernels.block_sums(weights), axis=1)
+            token, _ = blocks.argmax_and_max(score)
+            total = jnp.sum(blocks.block_sums(weights), axis=1)
+        else:
+            token, total = inverse_cdf(weights, jnp.asarray(final_uniform))
         return token, jnp.isfinite(total) & (total > 0)
 
     def draw_without_draft() -> Array:
@@ -96,18 +103,11 @@ def _sample(
     residual = jnp.where(difference < kernels.TINY, 0.0, difference)
     token, possible = draw(jnp.where((rejected & ~draft.one_hot)[:, None], residual, without_draft))
     return lax.cond(
-        jnp.any(~possible & ~inputs.greedy),
+        jnp.any(~possible & ~greedy),
         lambda token: jnp.where(possible, token, draw_without_draft()),
         lambda token: token,
         token,
     )
-
-
-def _gumbel(inputs: Inputs, num_accepted: Array) -> Array | None:
-    if isinstance(inputs.noise, VllmV2Noise):
-        position = jnp.take_along_axis(inputs.noise.position, num_accepted[:, None, None], axis=1)[:, 0]
-        return murmur_gumbel(inputs.noise.seed, position, inputs.logits.shape[1])
-    return None if inputs.noise is None else inputs.noise.gumbel
 
 
 def _first_reaching(weights: Array, uniform: Array) -> tuple[Array, Array]:
@@ -115,15 +115,15 @@ def _first_reaching(weights: Array, uniform: Array) -> tuple[Array, Array]:
     running = jnp.cumsum(weights, axis=1)
     total = running[:, -1]
     positive = weights > 0
-    first = kernels.first_true(positive & (running >= (uniform * total)[:, None]))
+    first = blocks.first_true(positive & (running >= (uniform * total)[:, None]))
     index = lax.broadcasted_iota(jnp.int32, weights.shape, 1)
     last = jnp.max(jnp.where(positive, index, 0), axis=1)
     return jnp.where(first < weights.shape[1], first, last), total
 
 
 def _finite_argmax(target: TargetScores, rows: Array) -> Array:
-    logits = kernels.mask_columns(kernels.gather_rows(target.logits, rows), target.vocab_size)
-    argmax, row_max = kernels.argmax_and_max(jnp.where(jnp.isfinite(logits), logits, -jnp.inf))
+    logits = mask_columns(blocks.gather_rows(target.logits, rows), target.vocab_size)
+    argmax, row_max = blocks.argmax_and_max(jnp.where(jnp.isfinite(logits), logits, -jnp.inf))
     return jnp.where(row_max > -jnp.inf, argmax, 0)
 
 

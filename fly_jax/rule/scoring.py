@@ -8,39 +8,40 @@ import jax.numpy as jnp
 from jax import Array
 
 from fly_jax import kernels
-from fly_jax.config import SamplingParams
+from fly_jax.kernels.blocks import gather_elements, gather_rows
+from fly_jax.kernels.xla import mask_columns
 from fly_jax.rule import thresholds
 from fly_jax.rule.edge import Inputs
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["row_max", "scale", "log_mass"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Softmax:
     """What turns logits of `N` rows into probabilities.
 
     Attributes:
       row_max: `[N]` float32; 0 where a row has no finite maximum.
-      scale: `[N]` float32, one over the temperature.
+      scale: `[N]` float32, one over the temperature; None is 1.
       log_mass: `[N]` float32, the log of the mass relative to the maximum; NaN or infinite in a row that is no
         distribution.
     """
 
     row_max: Array
-    scale: Array
+    scale: Array | None
     log_mass: Array
 
     def log_probability(self, rows: Array, logits: Array) -> Array:
         """Log-probabilities of float32 `logits` of `rows`: of the same shape, or with one more axis."""
-        shape = rows.shape + (1,) * (logits.ndim - rows.ndim)
-        row_max, scale, log_mass = (each[rows].reshape(shape) for each in (self.row_max, self.scale, self.log_mass))
-        return (logits - row_max) * scale - log_mass
+
+        def of_rows(values: Array) -> Array:
+            return values[rows].reshape(rows.shape + (1,) * (logits.ndim - rows.ndim))
+
+        difference = logits - of_rows(self.row_max)
+        scaled = difference if self.scale is None else difference * of_rows(self.scale)
+        return scaled - of_rows(self.log_mass)
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["logits", "vocab_size", "statistics", "valid", "softmax", "threshold"],
-    meta_fields=["entropy_top_k"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TargetScores:
     """The target's rows, scored.
@@ -50,8 +51,8 @@ class TargetScores:
       vocab_size: int32 scalar or None.
       statistics: of the processed rows.
       valid: `[N]` bool: the row is a distribution, or one a greedy request can take its argmax from (section 6).
+      softmax: of the processed rows.
       entropy_top_k: what the entropy is taken over.
-      softmax: of the processed rows; None when every request is greedy.
       threshold: `[N]` float32, the smallest logit the masks keep; None when nothing is masked.
     """
 
@@ -59,8 +60,8 @@ class TargetScores:
     vocab_size: Array | None
     statistics: kernels.RowStatistics
     valid: Array
-    entropy_top_k: int
-    softmax: Softmax | None = None
+    softmax: Softmax
+    entropy_top_k: int = dataclasses.field(metadata={"static": True})
     threshold: Array | None = None
 
     def entropies(self, rows: Array, wanted: Array) -> Array:
@@ -70,7 +71,7 @@ class TargetScores:
             self.logits,
             rows.reshape(-1),
             wanted.reshape(-1),
-            scale=None if self.softmax is None else self.softmax.scale,
+            scale=self.softmax.scale,
             threshold=self.threshold,
             vocab_size=self.vocab_size,
             k=self.entropy_top_k,
@@ -79,26 +80,27 @@ class TargetScores:
 
     def token_logits(self, rows: Array, token_ids: Array) -> Array:
         """Float32 logits of `token_ids` in `rows`, both of one shape and in range."""
-        return kernels.gather_elements(self.logits, rows, token_ids)
+        return gather_elements(self.logits, rows, token_ids)
 
-    def excludes(self, rows: Array, logits: Array) -> Array:
-        """Whether the processed logit of a token with this logit is -inf: given so, masked, or by overflow."""
-        processed = logits if self.softmax is None else logits * self.softmax.scale[rows]
+    def excludes(self, rows: Array, token_ids: Array) -> Array:
+        """Whether the processed logit of a token is -inf: given so, masked, or by overflow."""
+        logits = self.token_logits(rows, token_ids)
+        processed = logits if self.softmax.scale is None else logits * self.softmax.scale[rows]
         excluded = ~(processed > -jnp.inf)
         return excluded if self.threshold is None else excluded | (logits < self.threshold[rows])
 
-    def log_probability(self, rows: Array, logits: Array) -> Array:
-        """Processed log-probabilities of float32 `logits` `[R, C]` of `rows` `[R]`; only where something samples."""
-        assert self.softmax is not None
-        log_probability = self.softmax.log_probability(rows, logits)
-        if self.threshold is None:
-            return log_probability
-        return jnp.where(logits < self.threshold[rows][:, None], -jnp.inf, log_probability)
+    def token_log_probability(self, rows: Array, token_ids: Array) -> Array:
+        """Processed log-probability of `token_ids` in `rows`, in nats; -inf where the target excludes the token."""
+        log_probability = self.softmax.log_probability(rows, self.token_logits(rows, token_ids))
+        return jnp.where(self.excludes(rows, token_ids), -jnp.inf, log_probability)
 
     def probabilities(self, rows: Array) -> Array:
-        """`[R, V]` float32 processed probabilities of `rows` `[R]`; only where something samples."""
-        logits = kernels.mask_columns(kernels.gather_rows(self.logits, rows), self.vocab_size)
-        return kernels.probability(self.log_probability(rows, logits))
+        """`[R, V]` float32 processed probabilities of `rows` `[R]`."""
+        logits = mask_columns(gather_rows(self.logits, rows), self.vocab_size)
+        log_probability = self.softmax.log_probability(rows, logits)
+        if self.threshold is not None:
+            log_probability = jnp.where(logits < self.threshold[rows][:, None], -jnp.inf, log_probability)
+        return kernels.probability(log_probability)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,13 +123,13 @@ class DraftDistribution:
 
     def token_probability(self, token_ids: Array) -> Array:
         """`[B, K]` float32 q of `token_ids` `[B, K]`, in range; may be NaN."""
-        values = kernels.gather_elements(self.values, self.row_index, token_ids)
+        values = gather_elements(self.values, self.row_index, token_ids)
         return self._processed(self.row_index, values)
 
     def probabilities(self, position: Array, num_columns: int) -> Array:
         """`[B, num_columns]` float32 q at `position` `[B]` of each request."""
         rows = jnp.take_along_axis(self.row_index, position[:, None], axis=1)[:, 0]
-        q = self._processed(rows, kernels.gather_rows(self.values, rows))
+        q = self._processed(rows, gather_rows(self.values, rows))
         missing = num_columns - q.shape[1]
         q = jnp.pad(q, ((0, 0), (0, missing))) if missing > 0 else q[:, :num_columns]
         if self.vocab_size is None:
@@ -142,32 +144,33 @@ class DraftDistribution:
 
 def score_target(inputs: Inputs, entropy_top_k: int) -> TargetScores:
     """Scores every row of the target once; rows that take no part are scored as greedy ones."""
-    params = inputs.params
-    if params.temperature is not None:
+    params = None
+    if inputs.sampling is not None:
         num_requests = inputs.row_index.shape[0]
         request = jnp.arange(num_requests, dtype=jnp.int32)[:, None]
         owner = _per_row(request, inputs.row_index, inputs.live, num_requests, inputs.logits.shape[0])
-        params = jax.tree.map(lambda values: values[jnp.minimum(owner, num_requests - 1)], params)
+        params = jax.tree.map(lambda values: values[jnp.minimum(owner, num_requests - 1)], inputs.sampling.params)
         params = dataclasses.replace(params, temperature=jnp.where(owner < num_requests, params.temperature, 0.0))
     return score_rows(inputs.logits, params, vocab_size=inputs.vocab_size, entropy_top_k=entropy_top_k)
 
 
 def score_rows(
     logits: Array,
-    params: SamplingParams,
+    params: thresholds.RowParams | None,
     *,
     vocab_size: Array | None = None,
     entropy_top_k: int = 1,
     implementation: str | None = None,
 ) -> TargetScores:
-    """Scores `[N, V]` logits under parameters of `[N]` rows; its mass only when something may sample."""
+    """Scores `[N, V]` logits under parameters of `[N]` rows; None: all are greedy, scored as they are."""
     read = functools.partial(
         kernels.row_statistics, logits, vocab_size=vocab_size, k=entropy_top_k, implementation=implementation
     )
-    if params.temperature is None:
+    if params is None:
         statistics = read()
         valid = ~statistics.has_nan & (statistics.max > -jnp.inf)
-        return TargetScores(logits, vocab_size, statistics, valid, entropy_top_k)
+        softmax = Softmax(statistics.shift, None, statistics.log_mass)
+        return TargetScores(logits, vocab_size, statistics, valid, softmax, entropy_top_k)
     divisor = thresholds.divisor(params.temperature)
     scale = thresholds.scale(divisor)
     statistics = read(scale=scale)
@@ -179,26 +182,25 @@ def score_rows(
     usable = jnp.isfinite(thresholds.divide(statistics.max, divisor))
     valid &= thresholds.is_greedy(params.temperature) | usable
     softmax = Softmax(statistics.shift, scale, statistics.log_mass)
-    return TargetScores(logits, vocab_size, statistics, valid, entropy_top_k, softmax, threshold)
+    return TargetScores(logits, vocab_size, statistics, valid, softmax, entropy_top_k, threshold)
 
 
 def score_draft(inputs: Inputs) -> DraftDistribution | None:
     """Scores the rows of the draft distribution; None when the drafts are one-hot for every request."""
-    if inputs.draft is None:
+    if inputs.sampling is None or inputs.sampling.draft is None:
         return None
-    draft = inputs.draft
-    if not draft.is_logits:
-        one_hot = jnp.zeros_like(inputs.greedy)
+    draft = inputs.sampling.draft
+    if draft.temperature is None:
+        one_hot = jnp.zeros(draft.row_index.shape[:1], bool)
         return DraftDistribution(draft.values, draft.row_index, one_hot, inputs.vocab_size)
-    assert inputs.draft_temperature is not None
-    temperature = thresholds.divisor(inputs.draft_temperature)[:, None]
+    temperature = thresholds.divisor(draft.temperature)[:, None]
     position = jnp.arange(draft.row_index.shape[1], dtype=jnp.int32)[None]
     drafted = position < inputs.num_draft_tokens[:, None]
     divisor = _per_row(temperature, draft.row_index, drafted, 1.0, draft.values.shape[0])
     scale = thresholds.scale(divisor)
     statistics = kernels.row_statistics(draft.values, scale=scale, vocab_size=inputs.vocab_size, k=1)
     softmax = Softmax(statistics.shift, scale, statistics.log_mass)
-    one_hot = thresholds.is_greedy(inputs.draft_temperature)
+    one_hot = thresholds.is_greedy(draft.temperature)
     return DraftDistribution(draft.values, draft.row_index, one_hot, inputs.vocab_size, softmax)
 
 

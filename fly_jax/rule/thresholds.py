@@ -4,17 +4,39 @@ A processed copy of the logits is never built: the processed value of a column i
 is at or above the threshold, and -inf elsewhere. All ties at a cut-off are kept, also those that the division makes.
 """
 
+import dataclasses
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from fly_jax import kernels
-from fly_jax.config import SamplingParams
+from fly_jax.kernels.blocks import to_key
+from fly_jax.kernels.search import largest_passing
 
 GREEDY_TEMPERATURE = 1e-5
 """A request with a temperature below this is greedy, as in vLLM."""
 
 _MAX = np.float32(np.finfo(np.float32).max)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RowParams:
+    """How logits are processed, per row or per request: `fly_jax.config.SamplingParams` as arrays of one length `R`.
+
+    Attributes:
+      temperature: `[R]` float32.
+      top_k: `[R]` int32; None where no row has it, and so the next two.
+      top_p: `[R]` float32.
+      min_p: `[R]` float32.
+    """
+
+    temperature: Array
+    top_k: Array | None = None
+    top_p: Array | None = None
+    min_p: Array | None = None
 
 
 def is_greedy(temperature: Array) -> Array:
@@ -42,7 +64,7 @@ def divide(values: Array, divisor: Array) -> Array:
 
 
 def thresholds(
-    logits: Array, row_max: Array, row_divisor: Array, params: SamplingParams, *, vocab_size: Array | None = None
+    logits: Array, row_max: Array, row_divisor: Array, params: RowParams, *, vocab_size: Array | None = None
 ) -> Array | None:
     """The smallest logit of each row that min-p, top-k and top-p keep, applied in this order.
 
@@ -82,5 +104,5 @@ def thresholds(
 
 def _least_logit(cutoff: Array, row_max: Array, row_divisor: Array) -> Array:
     """The smallest logit whose quotient reaches the cut-off; `row_max` is known to."""
-    low, high = kernels.to_key(-row_max), kernels.to_key(jnp.full_like(cutoff, _MAX))
-    return -kernels.largest_passing(lambda negated: divide(-negated, row_divisor) >= cutoff, low, high)
+    low, high = to_key(-row_max), to_key(jnp.full_like(cutoff, _MAX))
+    return -largest_passing(lambda negated: divide(-negated, row_divisor) >= cutoff, low, high)

@@ -6,7 +6,6 @@ cycle elsewhere, with other drafts, and after a deferral the text itself goes an
 """
 
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -28,9 +27,7 @@ FAR_BELOW = math.log(10)
 _MOST_ELEMENTS = 1 << 20
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["window_sizes", "thresholds", "top_ks"], meta_fields=[]
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """`S` settings of FLy; a threshold of +inf is standard verification.
@@ -70,11 +67,7 @@ class Settings:
         return cls.from_lists([(w, theta, k) for k, w, theta in itertools.product(top_ks, window_sizes, thresholds)])
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["accepted", "num_accepted_after", "entropies", "loss", "overshoot", "num_draft_tokens"],
-    meta_fields=[],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Cycles:
     """What a replay looks at, of `C` cycles padded to `K` positions, made once for all settings.
@@ -127,7 +120,7 @@ class Replay:
 
     @property
     def tokens_per_cycle(self) -> np.ndarray:
-        """`[S]`: emitted tokens a cycle; a cycle without drafts emits one."""
+        """`[S]`: emitted tokens per cycle; a cycle without drafts emits one."""
         return self.num_tokens / max(self.num_cycles, 1)
 
     @property
@@ -137,7 +130,7 @@ class Replay:
 
     @property
     def logprob_loss(self) -> np.ndarray:
-        """`[S]`: nats a deferred token, the target's log-probability given up against its argmax; 0 without any."""
+        """`[S]`: nats per deferred token, the target's log-probability given up against its argmax; 0 without any."""
         return self.loss / np.maximum(self.num_deferred, 1)
 
     @property
@@ -204,7 +197,7 @@ def num_reproduced(trace: Trace) -> int:
     config = trace.config
     setting = (1, math.inf, 1)
     if config is not None:
-        setting = (config.window_size or 1, config.entropy_threshold, config.entropy_top_k)
+        setting = (config.window_size or 1, config.single_threshold, config.entropy_top_k)
     num_accepted, deferred = replay_cycles(trace, *setting)
     drafted = np.arange(deferred.shape[1]) < trace.cycles["num_draft_tokens"][:, None]
     recorded = np.zeros_like(deferred)

@@ -38,12 +38,12 @@ PROMPT = tuple(np.random.default_rng(0).integers(0, 6, 75).tolist())
 FLY = FlyConfig(window_size=1, entropy_threshold=0.0)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["num_speculative_tokens"])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RandomDrafts:
     """Any tokens, any number of them."""
 
-    num_speculative_tokens: int
+    num_speculative_tokens: int = dataclasses.field(metadata={"static": True})
     draft_sample_method = "greedy"
 
     def init_state(self, batch_size, capacity):

@@ -66,7 +66,10 @@ def bench_verify(cases: str, *, rounds: int, clock: str, growth: bool, plot: Pat
         for line in verify_report.notes(result, curves, settings, left_out):
             out.print(line, highlight=False, markup=False)
     if plot is not None and curves is not None and curves.curves:
-        growth_bench.plot(curves.curves, str(plot), title=verify_report.title(), clock=clock)
+        try:
+            growth_bench.plot(curves.curves, plot, title=verify_report.title(), clock=clock)
+        except OSError as error:
+            raise UserError(f"--plot {plot} cannot be written: {error}.") from error
     if result.interrupted is not None or (curves is not None and curves.interrupted is not None):
         raise SystemExit(INTERRUPTED)
 

@@ -27,10 +27,11 @@ from fly_jax.decode.recording import check_trace_path, record, trace_writer
 from fly_jax.errors import UserError
 from fly_jax.evaluation.options import ALL, EvaluationOptions
 from fly_jax.evaluation.plots import pictures
-from fly_jax.evaluation.report import document, findings, markdown, write_whole
+from fly_jax.evaluation.report import document, findings, markdown
 from fly_jax.evaluation.results import ResultFile, check_folder, open_results
 from fly_jax.evaluation.run import Evaluation, Unit, plan, prepare, task_seed
 from fly_jax.evaluation.tasks import Task, load_tasks
+from fly_jax.files import write_whole
 from fly_jax.traces.file import TraceWriter
 from fly_jax.versions import run_versions
 
@@ -227,13 +228,13 @@ def _report(
     model, versions = evaluation.loaded.name, run_versions()
     text = json.dumps(document(found, options, model, versions), indent=2, allow_nan=False)
     report = markdown(found, options, model, versions)
-    write_whole(folder / "report.json", text.encode())
-    write_whole(folder / "report.md", report.encode())
+    _write(folder / "report.json", text.encode())
+    _write(folder / "report.md", report.encode())
     if has_matplotlib():
         decode = options.decode
         drafter = "none" if decode.drafter is None else decode.drafter.name
         for name, data in pictures(found, f"{model}, drafts by {drafter}, K={decode.num_speculative_tokens}").items():
-            write_whole(folder / name, data)
+            _write(folder / name, data)
     else:
         logger.warning(
             "matplotlib is not installed, so nothing was drawn: pip install 'fly-jax[bench]', then --resume."
@@ -242,3 +243,10 @@ def _report(
         print(text)
     else:
         results_console().print(Markdown(report))
+
+
+def _write(path: Path, data: bytes) -> None:
+    try:
+        write_whole(path, data)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error}.") from error

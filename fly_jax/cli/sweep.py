@@ -1,6 +1,7 @@
 """`fly-jax sweep`: a recorded trace replayed under many settings, as one table, one JSON document, one plot."""
 
 import dataclasses
+import functools
 import importlib
 import math
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from fly_jax.cli.options import spelled
 from fly_jax.cli.output import check_plot, print_json, results_console
 from fly_jax.decode.checks import parse_numbers
 from fly_jax.errors import UserError
+from fly_jax.files import write_whole
 from fly_jax.traces.file import Trace, load_trace
 from fly_jax.traces.record import TOP_K
 from fly_jax.traces.replay import Replay, Settings, num_reproduced, replay
@@ -361,4 +363,4 @@ def plot(allowed: Sequence[Outcome], best: Sequence[Outcome], path: Path, *, tit
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right upper", fontsize="small")
     figure.suptitle(f"{title}; each point is one setting (W, threshold, k)", fontsize="medium")
-    figure.savefig(path, dpi=150)
+    write_whole(path, functools.partial(figure.savefig, dpi=150, format="png"))

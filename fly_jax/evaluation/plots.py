@@ -64,7 +64,7 @@ def _speed(panel: Any, found: Findings) -> None:
 
 
 def _retention(panel: Any, found: Findings) -> None:
-    """One point for each mode and batch size; the interval of retention at the first batch size only, to stay readable."""
+    """One point for each mode and batch size; retention's interval at the first batch size only, to stay readable."""
     for mode in found.modes:
         if mode == TARGET_ONLY:
             continue

@@ -2,12 +2,10 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from fly_jax.decode.options import DraftModelOptions
 from fly_jax.decode.prepare import STANDARD, TARGET_ONLY
-from fly_jax.errors import UserError
 from fly_jax.evaluation.options import EvaluationOptions
 from fly_jax.evaluation.statistics import Interval, Quality, Speed, quality, speed
 from fly_jax.evaluation.tasks import Task
@@ -119,20 +117,6 @@ def markdown(found: Findings, options: EvaluationOptions, model: str, versions: 
         _table(_AUTHORS_COLUMNS, _authors_rows(found, options, model, versions)),
     ]
     return "\n\n".join(sections) + "\n"
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Writes a file whole or not at all.
-
-    Raises:
-      UserError: it cannot be written.
-    """
-    partial = path.with_name(path.name + ".partial")
-    try:
-        partial.write_bytes(data)
-        partial.replace(path)
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error}.") from error
 
 
 _AUTHORS_COLUMNS = (

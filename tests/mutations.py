@@ -38,7 +38,7 @@ MUTATIONS = [
         "rule/acceptance.py",
         "ratio >= uniform",
         "ratio > uniform",
-        "test_properties.py::test_float64_uniforms_are_rounded_up",
+        "test_inputs.py::test_a_float64_uniform_is_rounded_up",
     ),
     Mutation(
         "q is ignored",

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
+from conftest import FULL_COMPILATION
 
 import fly_jax
 
@@ -286,7 +287,7 @@ def test_long_rows(vocab, sampling, dtype):
     if sampling:
         call["temperature"] = np.full(batch, 1.0, np.float32)
         call["noise"] = fly_jax.VerifyNoise(np.full((batch, K), 0.5, np.float32), np.full((batch, 2), 0.5, np.float32))
-    result = jax.device_get(jax.jit(fly_jax.fly_verify)(**call))
+    result = jax.device_get(jax.jit(fly_jax.fly_verify, compiler_options=FULL_COMPILATION)(**call))
     for b, request in enumerate(reference.requests(**call)):
         expected = reference.verify(request)
         assert expected.invalid == (b < len(columns))

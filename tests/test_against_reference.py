@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import os
 
 import hypothesis
 import hypothesis.strategies as st
@@ -33,7 +34,7 @@ class Mode:
     masks: bool = False
     vocab_size: bool = False
     draft_temperature: bool = False
-    examples: int = 80
+    examples: int = 80 if os.environ.get("FLY_JAX_TESTS_FULL") else 50
 
 
 MODES = [

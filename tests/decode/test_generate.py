@@ -117,7 +117,7 @@ def test_greedy_standard_decoding_equals_target_only(name):
         assert result.num_cycles == 1 + math.ceil(59 / (K + 1))
 
 
-@pytest.mark.parametrize("name", ["ngram", "draft-model", "layer-skip"])
+@pytest.mark.parametrize("name", ["layer-skip", pytest.param("draft-model", marks=pytest.mark.slow)])
 def test_fly_with_an_infinite_threshold_is_standard(name):
     config = FlyConfig(window_size=1, entropy_threshold=math.inf)
     result = generator(name).generate(PROMPT, max_tokens=60, config=config)

@@ -29,36 +29,36 @@ MUTATIONS = [
     Mutation(
         "u = 0 accepts a probability of 0",
         "rule/acceptance.py",
-        "deferrable & (p > 0) & (ratio >= uniform)",
-        "deferrable & (ratio >= uniform)",
+        "may_defer & (p > 0) & (ratio >= noise.uniforms())",
+        "may_defer & (ratio >= noise.uniforms())",
         "test_properties.py::test_zero_uniform_does_not_accept_an_excluded_token",
     ),
     Mutation(
         "p equal to u is rejected",
         "rule/acceptance.py",
-        "ratio >= uniform",
-        "ratio > uniform",
+        "ratio >= noise.uniforms()",
+        "ratio > noise.uniforms()",
         "test_inputs.py::test_a_float64_uniform_is_rounded_up",
     ),
     Mutation(
         "q is ignored",
         "rule/acceptance.py",
-        "jnp.where(one_hot, p, p / q)",
-        "jnp.where(one_hot, p, p)",
+        "p / draft.token_probability(inputs.draft_token_ids)",
+        "p",
         "test_distributions.py::test_standard_verification_emits_the_target_distribution[probs-plain-10000]",
     ),
     Mutation(
         "q = 0 is accepted",
         "rule/acceptance.py",
-        "(q >= kernels.TINY)",
-        "(q >= 0)",
+        ">= kernels.TINY",
+        ">= 0",
         "test_properties.py::test_a_draft_the_draft_model_excludes_is_never_kept",
     ),
     Mutation(
         "what the target excludes may be kept",
         "rule/acceptance.py",
-        "proposed & ~target.excludes(rows, logits)",
-        "proposed",
+        " & ~target.excludes(rows, inputs.draft_token_ids)",
+        "",
         "test_properties.py::test_masked_tokens_are_never_accepted_or_deferred_to",
     ),
     Mutation(
@@ -119,7 +119,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a wide id wraps into the vocabulary",
-        "rule/edge.py",
+        "rule/arrays.py",
         "and value.dtype.itemsize > 4",
         "and value.dtype.itemsize > 8",
         "test_inputs.py::test_a_wide_id_is_not_wrapped_into_the_vocabulary",
@@ -148,8 +148,13 @@ MUTATIONS = [
     Mutation(
         "the maximum is subtracted after the temperature, not before",
         "rule/scoring.py",
-        "(logits - row_max) * scale - log_mass",
-        "logits * scale - row_max - log_mass",
+        """        difference = logits - of_rows(self.row_max)
+        scaled = difference if self.scale is None else difference * of_rows(self.scale)
+        return scaled - of_rows(self.log_mass)
+""",
+        """        scaled = logits if self.scale is None else logits * of_rows(self.scale)
+        return scaled - of_rows(self.row_max) - of_rows(self.log_mass)
+""",
         "test_logprobs.py::test_processed_logprobs_follow_temperature_and_top_k",
     ),
     Mutation(

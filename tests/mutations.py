@@ -139,11 +139,11 @@ MUTATIONS = [
         "test_against_reference.py::test_fly_verify_matches[draft probabilities, standard, short drafts vocabulary]",
     ),
     Mutation(
-        "NaN in a row that is sampled from is overlooked",
+        "greedy drafts are taken for drawn ones",
         "rule/scoring.py",
-        "valid = ~jnp.isnan(statistics.log_mass) & (",
-        "valid = (",
-        "test_against_reference.py::test_long_rows",
+        "one_hot = thresholds.is_greedy(inputs.draft_temperature)",
+        "one_hot = jnp.zeros_like(inputs.greedy)",
+        "test_against_reference.py::test_fly_verify_matches[draft logits, vLLM V2's noise, own temperature]",
     ),
     Mutation(
         "the maximum is subtracted after the temperature, not before",

@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import os
 
 import hypothesis
 import hypothesis.strategies as st
@@ -34,7 +33,7 @@ class Mode:
     masks: bool = False
     vocab_size: bool = False
     draft_temperature: bool = False
-    examples: int = 80 if os.environ.get("FLY_JAX_TESTS_FULL") else 50
+    examples: int = 80
 
 
 MODES = [

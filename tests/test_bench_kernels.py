@@ -99,7 +99,7 @@ def constant(text, name):
 
 
 @pytest.mark.parametrize("variant", offline.VARIANTS, ids=str)
-@pytest.mark.parametrize("platform", ["cuda", "rocm"])
+@pytest.mark.parametrize("platform", ["cuda", pytest.param("rocm", marks=pytest.mark.slow)])
 def test_every_logit_is_loaded_once(variant, platform):
     """Of the IR: blocks cover the row, the main loop stays inside it, and what is read again are k groups."""
     lowered = offline.lower(variant, platform)

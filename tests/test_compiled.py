@@ -52,7 +52,7 @@ MOST_WHEN_SAMPLING = 3.2 if jax.__version_info__ < (0, 12) else 4.2
 
 
 OPTIONS = fly_jax.compiler_options()
-QUICK = [("greedy", jnp.float32, {}), ("draft probabilities", jnp.float32, {}), ("draft logits", jnp.bfloat16, OPTIONS)]
+QUICK = [("greedy", jnp.float32, {}), ("draft logits", jnp.bfloat16, OPTIONS)]
 ALL = [(mode, *how) for mode in MODES for how in ((jnp.float32, {}), (jnp.bfloat16, OPTIONS))]
 SLOW = [pytest.param(*each, marks=pytest.mark.slow) for each in ALL if each not in QUICK]
 

@@ -18,7 +18,7 @@ VOCAB_BUCKETS = (200, 10000)  # `vocab_size` is traced: what lies beyond a case'
 # test compile only these as target-only; other one-hot drafts are given as one-hot distributions, which must be the
 # same. That leaves 39 programs of (vocabulary, whether there is an array, W, k) for each version.
 TARGET_ONLY = {(0, 3), (1, 3), (2, 3), (6, 3)}
-# By default a dozen for each version: every W, every k, and every kind of draft and vocabulary among them.
+# By default a dozen: every W, every k, and every kind of draft and vocabulary among them.
 BY_DEFAULT = {(200, False, window, k) for window, k in TARGET_ONLY} | {
     (200, True, 0, 3),
     (200, True, 1, 3),
@@ -29,6 +29,7 @@ BY_DEFAULT = {(200, False, window, k) for window, k in TARGET_ONLY} | {
     (200, True, 6, 3),
     (10000, True, 1, 10000),
 }
+OF_V1_ONLY = {(200, True, 2, 10000), (200, True, 4, 1), (200, True, 5, 2)}  # what the noise of v2 changes is elsewhere
 QUICK = QUICK_COMPILATION
 NAN = np.float32(np.nan)
 JUNK = 10**6  # fills the entries that must not be read
@@ -211,10 +212,11 @@ def replay(cases, as_array, report, count_traces, options):
 
 @pytest.mark.parametrize("version", ["v1", "v2"])
 def test_fly_verify_rows_matches(version, report, count_traces):
-    cases = [case for case in golden.load(version) if program(case, given_as_array(case)) in BY_DEFAULT]
-    assert {program(case, given_as_array(case)) for case in cases} == BY_DEFAULT
+    programs = BY_DEFAULT - (OF_V1_ONLY if version == "v2" else set())
+    cases = [case for case in golden.load(version) if program(case, given_as_array(case)) in programs]
+    assert {program(case, given_as_array(case)) for case in cases} == programs
     requests, listed = replay(cases, given_as_array, report, count_traces, QUICK)
-    assert requests == 511
+    assert requests == {"v1": 511, "v2": 431}[version]
     assert listed.keys() == ELIGIBLE[version].keys()
 
 

@@ -155,7 +155,7 @@ def test_layer_skip_changes_nothing_before_the_last_token(target):
             np.testing.assert_array_equal(before[b, :, : length - 1], after[b, :, : length - 1])
 
 
-@pytest.mark.parametrize("kind", ["draft-model", "layer-skip"])
+@pytest.mark.parametrize("kind", ["draft-model", pytest.param("layer-skip", marks=pytest.mark.slow)])
 def test_probabilistic_drafts_come_with_the_distribution_they_are_drawn_from(target, draft_decoder, kind):
     num_requests, k = 2000, 2
     drafter = (

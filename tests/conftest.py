@@ -1,5 +1,6 @@
 """Strict numerics for every test, one compilation cache for a run, and what the tests set aside, printed at its end."""
 
+import atexit
 import importlib.metadata
 import os
 import pathlib
@@ -14,17 +15,20 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")  # unless the caller chose otherwi
 QUICK_COMPILATION = {"xla_backend_optimization_level": 0}
 if tuple(map(int, importlib.metadata.version("jax").split(".")[:2])) < (0, 11):
     QUICK_COMPILATION["xla_cpu_use_fusion_emitters"] = False
+# For the few tests of what the compiler itself gets wrong, or of what it keeps in memory.
+FULL_COMPILATION = {"xla_backend_optimization_level": 3}
+if "xla_cpu_use_fusion_emitters" in QUICK_COMPILATION:
+    FULL_COMPILATION["xla_cpu_use_fusion_emitters"] = True
 if os.environ["JAX_PLATFORMS"] != "cpu":  # a GPU has a compiler of its own
-    QUICK_COMPILATION = {}
+    QUICK_COMPILATION, FULL_COMPILATION = {}, {}
 if QUICK_COMPILATION and not os.environ.get("FLY_JAX_TESTS_FULL") and "XLA_FLAGS" not in os.environ:
     os.environ["XLA_FLAGS"] = " ".join(f"--{name}={str(value).lower()}" for name, value in QUICK_COMPILATION.items())
 
 # What one process has compiled the others of the run read from its folder. It is gone when the run ends; a caller that
 # wants one for several runs gives (and removes) a folder of its own.
-OWN_CACHE = None
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-    OWN_CACHE = pathlib.Path(tempfile.mkdtemp(prefix="fly-jax-tests-"))
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(OWN_CACHE)
+    folder = os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="fly-jax-tests-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
@@ -55,11 +59,6 @@ providers._get_local_constants = lambda: providers.Constants()
 
 def pytest_addoption(parser):
     parser.addoption("--fresh", action="store_true", help="new random cases instead of the fixed ones")
-
-
-def pytest_unconfigure():
-    if OWN_CACHE is not None:
-        shutil.rmtree(OWN_CACHE, ignore_errors=True)
 
 
 MOST_MEMORY_MAPS = 20_000  # of the 65530 that Linux allows a process; a compiled program holds a few

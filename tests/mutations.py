@@ -38,14 +38,14 @@ MUTATIONS = [
         "rule/acceptance.py",
         "ratio >= uniform",
         "ratio > uniform",
-        "test_properties.py::test_float64_uniforms_are_rounded_up",
+        "test_inputs.py::test_a_float64_uniform_is_rounded_up",
     ),
     Mutation(
         "q is ignored",
         "rule/acceptance.py",
         "jnp.where(one_hot, p, p / q)",
         "jnp.where(one_hot, p, p)",
-        "test_distributions.py::test_standard_verification_emits_the_target_distribution[probs-plain]",
+        "test_distributions.py::test_standard_verification_emits_the_target_distribution[probs-plain-10000]",
     ),
     Mutation(
         "q = 0 is accepted",
@@ -101,7 +101,7 @@ MUTATIONS = [
         "rule/emission.py",
         "difference = p - q",
         "difference = p + 0.0 * q",
-        "test_distributions.py::test_standard_verification_emits_the_target_distribution[probs-plain]",
+        "test_distributions.py::test_standard_verification_emits_the_target_distribution[probs-plain-10000]",
     ),
     Mutation(
         "an invalid row is not noticed",
@@ -129,7 +129,7 @@ MUTATIONS = [
         "rule/edge.py",
         "live=(position <= last_row[:, None])",
         "live=(position < last_row[:, None])",
-        "test_distributions.py::test_standard_verification_emits_the_target_distribution[probs-all]",
+        "test_distributions.py::test_standard_verification_emits_the_target_distribution[probs-all-10000]",
     ),
     Mutation(
         "columns count that only one of target and draft has",

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import os
 
 import hypothesis
 import hypothesis.strategies as st
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
+from conftest import FULL_COMPILATION
 
 import fly_jax
 
@@ -32,7 +34,7 @@ class Mode:
     masks: bool = False
     vocab_size: bool = False
     draft_temperature: bool = False
-    examples: int = 80
+    examples: int = 80 if os.environ.get("FLY_JAX_TESTS_FULL") else 50
 
 
 MODES = [
@@ -286,7 +288,7 @@ def test_long_rows(vocab, sampling, dtype):
     if sampling:
         call["temperature"] = np.full(batch, 1.0, np.float32)
         call["noise"] = fly_jax.VerifyNoise(np.full((batch, K), 0.5, np.float32), np.full((batch, 2), 0.5, np.float32))
-    result = jax.device_get(jax.jit(fly_jax.fly_verify)(**call))
+    result = jax.device_get(jax.jit(fly_jax.fly_verify, compiler_options=FULL_COMPILATION)(**call))
     for b, request in enumerate(reference.requests(**call)):
         expected = reference.verify(request)
         assert expected.invalid == (b < len(columns))

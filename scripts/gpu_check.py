@@ -5,6 +5,7 @@ installed or downloaded: a step whose packages are missing is reported as not ru
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -116,7 +117,9 @@ def main() -> int:
     except RuntimeError as error:
         print(f"gpu_check: {error}", file=sys.stderr)
         return CANNOT_RUN
-    print(f"{', '.join(machine['gpus']) or 'a rehearsal without a GPU'}; Python {machine['python']}, jax {machine['jax']}")
+    print(
+        f"{', '.join(machine['gpus']) or 'a rehearsal without a GPU'}; Python {machine['python']}, jax {machine['jax']}"
+    )
     steps = []
     for step in STEPS:
         if options.only and step.name not in options.only:
@@ -164,7 +167,7 @@ def probe(*, rehearse: bool) -> dict[str, Any]:
     machine: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     if not machine["gpus"] and not rehearse:
         raise RuntimeError(
-            f"there is no GPU that jax {machine['jax']} of {sys.executable} can use; --rehearse runs the steps on the CPU"
+            f"there is no GPU that jax {machine['jax']} of {sys.executable} can use; --rehearse takes the CPU instead"
         )
     return {"python": platform.python_version(), "platform_release": platform.platform(), **machine}
 
@@ -186,18 +189,14 @@ def run_step(step: Step, machine: Mapping[str, Any], seconds: float, *, rehearse
         begin = time.monotonic()
         status, log = run([sys.executable, *command], step_environment(machine, rehearse=rehearse), seconds)
         result |= {"seconds": round(time.monotonic() - begin, 1), "limit": int(seconds), "log": log[-6000:]}
-        lines = log.strip().splitlines() or ["nothing printed"]
-        if status is None:
-            result |= {"status": "timed out", "fell_short": [f"over its {seconds:.0f} s, at: {lines[-1]}"]}
-        elif file.exists():
-            result |= {"status": "passed"}
+        last = (log.strip().splitlines() or ["nothing printed"])[-1][:300]
         if file.exists():
-            found = from_tests(file) if step.tests else json.loads(file.read_text())
-            result |= {**found, "fell_short": result["fell_short"] + found["fell_short"]}
-        if status not in (None, 0) and not result["fell_short"]:
-            result["fell_short"] = [f"status {status}, at: {lines[-1]}"]
-        if status is not None:
-            result["status"] = "failed" if result["fell_short"] else "passed"
+            result |= from_tests(file) if step.tests else json.loads(file.read_text())
+        if status is None:
+            result["fell_short"] = [f"over its {seconds:.0f} s, at: {last}", *result["fell_short"]]
+        elif not file.exists() or (status != 0 and not result["fell_short"]):
+            result["fell_short"] = [f"ended with status {status}, at: {last}", *result["fell_short"]]
+        result["status"] = "timed out" if status is None else "failed" if result["fell_short"] else "passed"
     return result
 
 
@@ -235,10 +234,8 @@ def run(command: list[str], environment: dict[str, str], seconds: float) -> tupl
         except subprocess.TimeoutExpired:
             status = None
         finally:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
             process.wait()
         log.seek(0)
         return status, log.read()
@@ -277,7 +274,7 @@ def measure(name: str, output: Path, seconds: float, *, rehearse: bool) -> None:
         left_out = [each for each in names if each not in cases]
         lines = [each["line"] for each in cases.values()]
         short = [each["fell_short"] for each in cases.values() if each["fell_short"]]
-        short += [f"{each} was not measured in time" for each in left_out]
+        short += [f"{each} was not measured" for each in left_out]
         write_whole(output, {"cases": cases, "lines": lines, "fell_short": short})
         print(line, flush=True)
         if time.monotonic() - begin > 0.8 * seconds:

@@ -140,7 +140,8 @@ def main() -> int:
             "steps": steps,
         },
     )
-    print(*(f"fell short: {each}" for each in fell_short), sep="\n")
+    for line in fell_short:
+        print(f"fell short: {line}")
     print(f"{'all right' if not fell_short else f'{len(fell_short)} fell short'}; written to {options.output}")
     return FELL_SHORT if fell_short else ALL_RIGHT
 

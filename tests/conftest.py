@@ -19,7 +19,9 @@ if tuple(map(int, importlib.metadata.version("jax").split(".")[:2])) < (0, 11):
 FULL_COMPILATION = {"xla_backend_optimization_level": 3}
 if "xla_cpu_use_fusion_emitters" in QUICK_COMPILATION:
     FULL_COMPILATION["xla_cpu_use_fusion_emitters"] = True
-if not os.environ.get("FLY_JAX_TESTS_FULL") and "XLA_FLAGS" not in os.environ:
+if os.environ["JAX_PLATFORMS"] != "cpu":  # a GPU has a compiler of its own
+    QUICK_COMPILATION, FULL_COMPILATION = {}, {}
+if QUICK_COMPILATION and not os.environ.get("FLY_JAX_TESTS_FULL") and "XLA_FLAGS" not in os.environ:
     os.environ["XLA_FLAGS"] = " ".join(f"--{name}={str(value).lower()}" for name, value in QUICK_COMPILATION.items())
 
 # What one process has compiled the others of the run read from its folder. It is gone when the run ends; a caller that

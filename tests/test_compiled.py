@@ -46,9 +46,9 @@ def materialised(text):
 MODES = ["greedy", "one-hot drafts", "draft probabilities", "draft logits", "masks"]
 
 # In [B, V] float32 arrays. Greedy: where rows are not distributions, the rows their tokens come from. Sampling: p, q
-# and the residual of those rows; XLA of jax 0.12 keeps one more.
-MOST_TEMPORARIES = {"greedy": 1.2} if jax.__version_info__ < (0, 12) else {"greedy": 2.2}
-MOST_WHEN_SAMPLING = 3.2 if jax.__version_info__ < (0, 12) else 4.2
+# and the residual of those rows; XLA keeps one more since jax 0.11.
+MOST_TEMPORARIES = {"greedy": 1.2} if jax.__version_info__ < (0, 11) else {"greedy": 2.2}
+MOST_WHEN_SAMPLING = 3.2 if jax.__version_info__ < (0, 11) else 4.2
 
 
 OPTIONS = fly_jax.compiler_options()

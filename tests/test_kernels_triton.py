@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import on_gpu
 import pytest
 import test_golden
 from jax.sharding import PartitionSpec as P
@@ -35,6 +36,17 @@ def xla(values, operands, k, tile, splits):
 def interpreted(values, operands, k, tile, splits):
     function = functools.partial(triton.row_statistics, k=k, platform="cuda", interpret=True, tile=tile, splits=splits)
     return jax.jit(function, compiler_options=test_golden.QUICK)(values, RowOperands(**operands))
+
+
+def compiled(values, operands, k, tile, splits):
+    """The kernel on the GPU; a rehearsal interprets it."""
+    platform, interpret = ("cuda", True) if on_gpu.IS_REHEARSAL else (on_gpu.gpu_platform(), False)
+    function = functools.partial(
+        triton.row_statistics, k=k, platform=platform, interpret=interpret, tile=tile, splits=splits
+    )
+    result = jax.jit(function)(values, RowOperands(**operands))
+    assert {device.platform for device in result.argmax.devices()} == {"cpu" if interpret else "gpu"}
+    return result
 
 
 # Every pair of two settings, though not all of their combinations. The block of 2047 ends inside the first group of the
@@ -67,7 +79,7 @@ CASES = [
 SLOW_CASES = {1, 4, 8, 10, 11, 13, 14, 17, 21}  # every value of a setting is among the others
 
 
-@pytest.mark.parametrize("implementation", [xla, interpreted])
+@pytest.mark.parametrize("implementation", [xla, interpreted, pytest.param(compiled, marks=pytest.mark.gpu)])
 class TestEveryImplementation:
     @pytest.mark.parametrize(
         ("dtype", "size", "k", "splits", "tile", "names"),
@@ -133,7 +145,12 @@ PUBLIC = {
 }
 
 
-@pytest.mark.parametrize("options", PUBLIC.values(), ids=PUBLIC)
+COMPILED = {"implementation": "triton", "interpret": on_gpu.IS_REHEARSAL}
+ON_GPU = pytest.param(COMPILED, id="compiled", marks=pytest.mark.gpu)
+PUBLIC_AND_ON_GPU = [*(pytest.param(options, id=name) for name, options in PUBLIC.items()), ON_GPU]
+
+
+@pytest.mark.parametrize("options", PUBLIC_AND_ON_GPU)
 def test_vmap(options):
     """Whatever is batched, on whichever axis: the batch is more rows."""
     values = special_rows(60, F32)[:12].reshape(3, 4, 60)
@@ -148,14 +165,15 @@ def test_vmap(options):
         chex.assert_trees_all_equal(jax.tree.map(lambda each, i=i: each[i], batched), alone)
 
 
-@pytest.mark.parametrize("options", PUBLIC.values(), ids=PUBLIC)
+@pytest.mark.parametrize("options", PUBLIC_AND_ON_GPU)
 def test_shard_map_over_rows(options):
-    mesh = jax.make_mesh((2,), ("rows",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    devices = jax.devices()[:2]
+    mesh = jax.make_mesh((len(devices),), ("rows",), (jax.sharding.AxisType.Auto,), devices=devices)
     values = special_rows(60, F32)[:10]
     function = functools.partial(kernels.row_statistics, **options)
     # The interpreter does not follow which axes arrays vary over.
     sharded = jax.shard_map(
-        function, mesh=mesh, in_specs=P("rows"), out_specs=P("rows"), check_vma="interpret" not in options
+        function, mesh=mesh, in_specs=P("rows"), out_specs=P("rows"), check_vma=not options.get("interpret", False)
     )
     chex.assert_trees_all_equal(jax.device_get(jax.jit(sharded)(values)), jax.device_get(function(values)))
 

@@ -9,13 +9,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
-PAGES = sorted(
-    [
-        README,
-        *(ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "kernels/README.md", "tests/data/README.md")),
-    ]
-    + [*(ROOT / "docs").rglob("*.md")]
-)
+OUTSIDE_DOCS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "kernels/README.md", "tests/data/README.md")
+PAGES = sorted([*(ROOT / name for name in OUTSIDE_DOCS), *(ROOT / "docs").rglob("*.md")])
 LINK = re.compile(r"!?\[(?:[^\[\]]|\[[^\]]*\])*\]\(([^()\s]+)\)")
 INCLUDED = re.compile(r'include-markdown "([^"]+)"')
 

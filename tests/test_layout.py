@@ -52,14 +52,16 @@ def test_a_padded_step_gives_the_result_of_the_unpadded_one(with_bonus_rows):
     )
     assert padded.draft_token_ids.shape == (8, 8)
     assert padded.target_logits.shape == (16, vocab)
+    verify = jax.jit(fly_verify)
     start = 0
     for b, n in enumerate(lengths):
         rows = logits[start : start + n + with_bonus_rows]
         if not with_bonus_rows:
             rows = np.concatenate([rows, np.zeros((1, vocab), np.float32)])
-        alone = fly_verify(
-            rows[None],
-            padded.draft_token_ids[b : b + 1, :n],
+        alone = verify(
+            np.pad(rows, ((0, 8 - n), (0, 0)), constant_values=np.nan)[None],
+            padded.draft_token_ids[b : b + 1],
+            num_draft_tokens=np.array([n], np.int32),
             temperature=temperature[b : b + 1],
             key=keys[b : b + 1],
             config=FlyConfig(1),
@@ -67,7 +69,7 @@ def test_a_padded_step_gives_the_result_of_the_unpadded_one(with_bonus_rows):
         if not with_bonus_rows and alone.num_accepted[0] == n:
             alone_ids = [*alone.token_ids[0, :n].tolist(), b]
         else:
-            alone_ids = alone.token_ids[0].tolist()
+            alone_ids = alone.token_ids[0, : n + 1].tolist()
         assert result.token_ids[b].tolist() == alone_ids + [-1] * (8 - n)
         start += n + with_bonus_rows
 

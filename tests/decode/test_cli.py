@@ -108,10 +108,9 @@ def test_the_three_texts_stand_side_by_side(fly_jax, model, caplog, monkeypatch)
 @pytest.mark.parametrize(
     "drafter",
     [
-        ("layer-skip", "--skip-layers", "1"),
-        ("draft-model", "--draft-model", "itself"),
+        pytest.param(("layer-skip", "--skip-layers", "1"), id="layer-skip", marks=pytest.mark.slow),
+        pytest.param(("draft-model", "--draft-model", "itself"), id="draft-model"),
     ],
-    ids=["layer-skip", "draft-model"],
 )
 def test_model_drafters_and_a_prompt_file(fly_jax, model, tmp_path, drafter):
     drafter = [model if each == "itself" else each for each in drafter]
@@ -300,7 +299,9 @@ def test_num_differing_counts_edits(first, second, expected):
     assert num_differing(first, second) == expected
 
 
-def test_texts_drawn_at_random_are_not_compared_token_by_token(fly_jax, model):
+def test_texts_drawn_at_random_are_not_compared_token_by_token(fly_jax, model, monkeypatch):
+    monkeypatch.setattr(Generator, "warm_up", lambda self, **arguments: None)
+    monkeypatch.setattr(Generator, "generate", lambda self, prompt, **arguments: TWO_TOKENS)
     status, out, _ = fly_jax(
         "generate", "--model", model, "--prompt", "hello", "--max-tokens", 4, "--temperature", 1, "--json",
         "--fly-entropy-threshold", "inf", "--num-speculative-tokens", 3,

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from fly_jax.files import write_whole
+
 logger = logging.getLogger("vllm.fly_jax")
 
 _SECONDS_BETWEEN_WRITES = 2.0
@@ -100,9 +102,7 @@ class Counters:
             logger.error("fly_jax cannot write what it counts and records, and goes on: %s", error)
 
     def _replace_file(self, path: Path) -> None:
-        scratch = path.with_suffix(".tmp")
-        scratch.write_text(json.dumps(self.as_dict(), indent=2) + "\n", encoding="utf-8")
-        os.replace(scratch, path)
+        write_whole(path, (json.dumps(self.as_dict(), indent=2) + "\n").encode())
         self._written = time.monotonic()
 
     def _fold(self) -> None:

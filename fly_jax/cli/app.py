@@ -304,13 +304,9 @@ def crosscheck(
 ) -> None:
     """Run a step recorded inside vLLM again and explain where JAX and vLLM differ; status 1 if a difference is real."""
     with _interruptible(), _needs_torch():
-        from fly_jax.bridges.vllm.report import explain
-        from fly_jax.errors import UserError
+        from fly_jax.cli.crosscheck import print_explanation
 
-        try:
-            right = explain(file, Console(), all_requests=all_requests)
-        except (OSError, ValueError) as error:
-            raise UserError(f"{error}.") from error
+        right = print_explanation(file, Console(), all_requests=all_requests)
         if not right:
             raise SystemExit(1)
 

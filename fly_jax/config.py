@@ -9,6 +9,8 @@ import jax
 import numpy as np
 from jax.typing import ArrayLike
 
+from fly_jax import defaults
+
 _VLLM_PREFIX = "fly_"
 
 
@@ -52,10 +54,10 @@ class FlyConfig:
     """
 
     window_size: int | None = dataclasses.field(default=None, metadata={"static": True})
-    entropy_threshold: ArrayLike = 0.3
-    entropy_top_k: int = dataclasses.field(default=3, metadata={"static": True})
+    entropy_threshold: ArrayLike = defaults.ENTROPY_THRESHOLD
+    entropy_top_k: int = dataclasses.field(default=defaults.ENTROPY_TOP_K, metadata={"static": True})
 
-    LARGEST_DEFAULT_WINDOW_SIZE: ClassVar[int] = 6
+    LARGEST_DEFAULT_WINDOW_SIZE: ClassVar[int] = defaults.LARGEST_WINDOW_SIZE
 
     def __post_init__(self) -> None:
         if self.window_size is not None:

@@ -6,9 +6,10 @@ stay arguments. What is read back needs this module to be imported, since the re
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
+from jax.typing import ArrayLike
 
 from fly_jax import compat
 from fly_jax.config import FlyConfig
@@ -18,12 +19,15 @@ from fly_jax.verify import Verification, fly_verify
 PLATFORMS = ("cpu", "cuda", "rocm")
 """What `export_verify` lowers for unless told otherwise; "tpu" is possible too."""
 
+Argument: TypeAlias = ArrayLike | jax.ShapeDtypeStruct
+"""An example argument: an array, or only its shape and dtype."""
+
 _SUPPORTED = (*PLATFORMS, "tpu")
 _MISSING = "Serialised artifacts need the flatbuffers package: pip install 'fly-jax[export]'"
 
 
 def export_verify(
-    target_logits: Any, draft_token_ids: Any, *, platforms: Sequence[str] = PLATFORMS, **arguments: Any
+    target_logits: Argument, draft_token_ids: Argument, *, platforms: Sequence[str] = PLATFORMS, **arguments: Any
 ) -> jax.export.Exported:
     """Exports `fly_verify` for these arguments, with the Triton kernel for CUDA and ROCm and XLA elsewhere.
 

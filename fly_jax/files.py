@@ -1,6 +1,7 @@
 """Files written whole or not at all."""
 
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
@@ -17,7 +18,7 @@ def write_whole(path: str | Path, content: bytes | Callable[[BinaryIO], object])
       OSError: it cannot be written; what was there before is still there.
     """
     path = Path(path)
-    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    scratch = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
     try:
         with scratch.open("wb") as file:
             if isinstance(content, bytes):

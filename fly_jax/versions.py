@@ -13,3 +13,17 @@ def installed_versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return versions
+
+
+def run_versions() -> dict[str, str]:
+    """Of Python, the device, and the packages that the figures of a run in this process depend on."""
+    # Here, because this asks JAX for its device; the others are read where JAX must not start.
+    import jax
+
+    device = jax.devices()[0]
+    packages = ("fly-jax", "jax", "jaxlib", "flax", "numpy")
+    return {
+        "python": platform.python_version(),
+        "platform": f"{device.platform} ({device.device_kind})",
+        **{name: metadata.version(name) for name in packages},
+    }

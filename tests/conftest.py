@@ -1,9 +1,34 @@
-"""Strict numerics for every test, and what the tests set aside, printed at the end of the run."""
+"""Strict numerics for every test, one compilation cache for a run, and what the tests set aside, printed at its end."""
 
+import atexit
+import importlib.metadata
 import os
+import pathlib
+import shutil
+import tempfile
 
-# Before jax is imported: tests run on the CPU unless the caller chose otherwise.
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# All of this before jax is imported, and in the environment, so that the workers and the subprocesses have it too.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # unless the caller chose otherwise
+
+# Compiling is most of the time that tests take, so it is done quickly unless FLY_JAX_TESTS_FULL is set: then the
+# compiler optimises as it does for users.
+QUICK_COMPILATION = {"xla_backend_optimization_level": 0}
+if tuple(map(int, importlib.metadata.version("jax").split(".")[:2])) < (0, 12):
+    QUICK_COMPILATION["xla_cpu_use_fusion_emitters"] = False
+# For the few tests of what the compiler itself gets wrong, or of what it keeps in memory.
+FULL_COMPILATION = {"xla_backend_optimization_level": 3}
+if "xla_cpu_use_fusion_emitters" in QUICK_COMPILATION:
+    FULL_COMPILATION["xla_cpu_use_fusion_emitters"] = True
+if not os.environ.get("FLY_JAX_TESTS_FULL") and "XLA_FLAGS" not in os.environ:
+    os.environ["XLA_FLAGS"] = " ".join(f"--{name}={str(value).lower()}" for name, value in QUICK_COMPILATION.items())
+
+# What one process has compiled the others of the run read from its folder. It is gone when the run ends; a caller that
+# wants one for several runs gives (and removes) a folder of its own.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    folder = os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="fly-jax-tests-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 import hypothesis
 import jax
@@ -34,11 +59,16 @@ def pytest_addoption(parser):
     parser.addoption("--fresh", action="store_true", help="new random cases instead of the fixed ones")
 
 
+MOST_MEMORY_MAPS = 20_000  # of the 65530 that Linux allows a process; a compiled program holds a few
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _forget_compiled_code():
-    """Every compiled shape holds memory maps, and a process may have only 65530 of them."""
+    """Hundreds of compiled programs exhaust a process's memory maps; what is forgotten is read from the cache again."""
     yield
-    jax.clear_caches()
+    maps = pathlib.Path("/proc/self/maps")
+    if not maps.exists() or maps.read_bytes().count(b"\n") > MOST_MEMORY_MAPS:
+        jax.clear_caches()
 
 
 @pytest.fixture

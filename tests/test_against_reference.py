@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import os
 
 import hypothesis
 import hypothesis.strategies as st
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
+from conftest import FULL_COMPILATION
 
 import fly_jax
 
@@ -32,7 +34,7 @@ class Mode:
     masks: bool = False
     vocab_size: bool = False
     draft_temperature: bool = False
-    examples: int = 80
+    examples: int = 80 if os.environ.get("FLY_JAX_TESTS_FULL") else 50
 
 
 MODES = [
@@ -196,7 +198,14 @@ def check(verify, call, counts):
             reference.compare(result, expected, b)
 
 
-@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
+# What only these have is in the golden replay and in the tests of the kernels too.
+SLOW_MODES = {"greedy, one draft, k above V", "draft probabilities, bf16, Gumbel"}
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [pytest.param(mode, id=mode.name, marks=pytest.mark.slow if mode.name in SLOW_MODES else ()) for mode in MODES],
+)
 def test_fly_verify_matches(mode, count_traces, report):
     verify, traces = count_traces(fly_jax.fly_verify)
     counts = collections.Counter()
@@ -264,9 +273,19 @@ def test_fly_verify_rows_matches(mode, bonus, count_traces, report):
     assert len(traces) == 1
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+LONG_ROWS = {"greedy": (50257, False), "sampling": (50257, True), "whole blocks": (65536, False)}
+LONG_ROWS_BY_DEFAULT = {("greedy", "float32"), ("sampling", "float32"), ("sampling", "bfloat16"), ("greedy", "float16")}
+
+
 @pytest.mark.parametrize(
-    ("vocab", "sampling"), [(50257, False), (50257, True), (65536, False)], ids=["greedy", "sampling", "whole blocks"]
+    ("vocab", "sampling", "dtype"),
+    [
+        pytest.param(
+            *case, dtype, id=f"{name}-{dtype}", marks=() if (name, dtype) in LONG_ROWS_BY_DEFAULT else pytest.mark.slow
+        )
+        for dtype in ("float32", "bfloat16", "float16")
+        for name, case in LONG_ROWS.items()
+    ],
 )
 def test_long_rows(vocab, sampling, dtype):
     """XLA's CPU maximum loses NaN in long rows, by sign and position; nothing may be accepted there."""
@@ -286,7 +305,7 @@ def test_long_rows(vocab, sampling, dtype):
     if sampling:
         call["temperature"] = np.full(batch, 1.0, np.float32)
         call["noise"] = fly_jax.VerifyNoise(np.full((batch, K), 0.5, np.float32), np.full((batch, 2), 0.5, np.float32))
-    result = jax.device_get(jax.jit(fly_jax.fly_verify)(**call))
+    result = jax.device_get(jax.jit(fly_jax.fly_verify, compiler_options=FULL_COMPILATION)(**call))
     for b, request in enumerate(reference.requests(**call)):
         expected = reference.verify(request)
         assert expected.invalid == (b < len(columns))

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from fly_jax.bench import kernels as bench
 from fly_jax.bench import offline
 from fly_jax.cli import app as cli
+from fly_jax.cli import bench_tables
 from fly_jax.errors import UserError
 from fly_jax.kernels import triton as kernel
 
@@ -51,7 +52,7 @@ def test_measuring():
     assert seen[0] == ("measure 3 x 300 float32", 0.0)
     assert all(0 <= fraction <= 1 for _, fraction in seen)
     assert json.loads(json.dumps([each.fields() for each in results]))[0]["num_rows"] == 3
-    text = printed(bench.measure_table(results, "a device", left_out))
+    text = printed(bench_tables.kernels_table(results, "a device", left_out))
     assert "3 x 300 float32" in text
     assert max(map(len, text.splitlines())) <= 100
 
@@ -149,6 +150,6 @@ class TestCompiled:
 
     def test_the_table(self):
         compiled = bench.compile_all(offline.VARIANTS[1:2], ["sm_90", "gfx942"], lambda what, fraction: None)
-        text = printed(bench.compile_table(compiled))
+        text = printed(bench_tables.compile_table(compiled))
         assert re.search(r"f32 151936 +3 +4096 +sm_90 +1 +\d+ +0 +\d+ +\d\+\d +4\+0 +\d+\.\d +607792", text)
         assert max(map(len, text.splitlines())) <= 100

@@ -15,7 +15,7 @@ from fly_jax import fly_verify
 from fly_jax.bench import growth, peers, timing, verify, verify_cases, verify_report
 from fly_jax.bench.verify_cases import CASES, CONFIG, Case, Draft
 from fly_jax.cli import app as cli
-from fly_jax.cli import plotting
+from fly_jax.cli import bench_tables, output
 
 SMALL = tuple(dataclasses.replace(case, vocab_size=300) for case in CASES)
 BY_NAME = {case.name: case for case in SMALL}
@@ -210,7 +210,7 @@ def test_nothing_is_cut_off_at_80_columns():
     curve = growth.Curve("target-only", "requests", 151936, (1, 65536), (odd[0], odd[0]))
     result, curves = verify.VerifyBench(cases, odd), growth.Growth([curve])
     out = rich.console.Console(width=80, record=True, file=io.StringIO())
-    for table in verify_report.tables(result, curves, settings()):
+    for table in bench_tables.verify_tables(result, curves, settings()):
         out.print(table)
     text = out.export_text()
     assert "…" not in text
@@ -229,7 +229,7 @@ def test_nothing_is_cut_off_at_80_columns():
     ],
 )
 def test_what_a_user_can_fix_is_one_line(bench_verify, monkeypatch, options, message):
-    monkeypatch.setattr(plotting, "has_matplotlib", lambda: False)
+    monkeypatch.setattr(output, "has_matplotlib", lambda: False)
     status, out, err = bench_verify(*options)
     assert (status, out) == (2, "")
     assert err.startswith(f"fly-jax: error: {message}")

@@ -6,6 +6,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from conftest import FULL_COMPILATION
 
 import fly_jax
 
@@ -26,7 +27,7 @@ def compile_call(mode, dtype, options):
         call["draft_logits"] = shape(B, K, V)
     if mode == "masks":
         call |= {"top_k": shape(B, dtype=jnp.int32), "top_p": shape(B), "min_p": shape(B)}
-    return jax.jit(fly_jax.fly_verify, compiler_options=options).lower(**call).compile()
+    return jax.jit(fly_jax.fly_verify, compiler_options=FULL_COMPILATION | options).lower(**call).compile()
 
 
 def materialised(text):
@@ -51,7 +52,7 @@ MOST_WHEN_SAMPLING = 3.2 if jax.__version_info__ < (0, 12) else 4.2
 
 
 OPTIONS = fly_jax.compiler_options()
-QUICK = [("greedy", jnp.float32, {}), ("draft probabilities", jnp.float32, {})]
+QUICK = [("greedy", jnp.float32, {}), ("draft probabilities", jnp.float32, {}), ("draft logits", jnp.bfloat16, OPTIONS)]
 ALL = [(mode, *how) for mode in MODES for how in ((jnp.float32, {}), (jnp.bfloat16, OPTIONS))]
 SLOW = [pytest.param(*each, marks=pytest.mark.slow) for each in ALL if each not in QUICK]
 
@@ -66,7 +67,7 @@ def test_no_array_of_all_rows_is_ever_written(mode, dtype, options):
 
 def test_arrays_of_all_rows_would_be_seen():
     text = (
-        jax.jit(lambda logits: jax.nn.softmax(logits) @ jnp.ones((V, 2)))
+        jax.jit(lambda logits: jax.nn.softmax(logits) @ jnp.ones((V, 2)), compiler_options=FULL_COMPILATION)
         .lower(jax.ShapeDtypeStruct((ROWS, V), jnp.float32))
         .compile()
         .as_text()

@@ -14,7 +14,7 @@ from fly_jax.noise import verify_noise
 from fly_jax.rule.emission import inverse_cdf
 
 V, K = 16, 2
-TRIALS = 50_000
+TRIALS, MANY_TRIALS, MOST_TRIALS = 10_000, 50_000, 200_000
 SIGNIFICANCE = 1e-4  # seeds are fixed: a failure is a fault, not chance
 
 MASKS = {
@@ -84,7 +84,7 @@ def program(drafting):
     return trial
 
 
-def run(logits, draft_logits, drafting, masks, seed, trials=TRIALS):
+def run(logits, draft_logits, drafting, masks, seed, trials):
     """Many requests with the same logits: token_ids [trials, K + 1] and num_tokens."""
     off = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0}
     options = {name: np.full(trials, masks.get(name, value), np.float32) for name, value in off.items()}
@@ -94,32 +94,40 @@ def run(logits, draft_logits, drafting, masks, seed, trials=TRIALS):
     return result.token_ids, result.num_tokens
 
 
+def few_and_slow(many):
+    """By default few trials, which show any fault but the smallest."""
+    return [TRIALS, pytest.param(many, marks=pytest.mark.slow)]
+
+
 CASES = [(drafting, mask) for drafting in ("one-hot", "probs") for mask in MASKS] + [("logits", "all")]
 
 
+@pytest.mark.parametrize("trials", few_and_slow(MANY_TRIALS))
 @pytest.mark.parametrize(("drafting", "mask"), CASES)
-def test_standard_verification_emits_the_target_distribution(drafting, mask):
+def test_standard_verification_emits_the_target_distribution(drafting, mask, trials):
     """The first token; the second wherever there is one; and that they are independent, as the rows are."""
     logits = target_rows()
     draft_logits = (logits + np.random.default_rng(11).normal(0, 1, logits.shape)).astype(np.float32)
-    token_ids, num_tokens = run(logits, draft_logits, drafting, MASKS[mask], seed=1)
+    token_ids, num_tokens = run(logits, draft_logits, drafting, MASKS[mask], 1, trials)
     p = [processed(row, **MASKS[mask]) for row in logits]
     longer = token_ids[num_tokens >= 2]
-    assert 0.1 < len(longer) / TRIALS < 0.95
+    assert 0.1 < len(longer) / trials < 0.95
     assert_distributed(token_ids[:, 0], p[0])
     assert_distributed(longer[:, 1], p[1])
     pairs = np.zeros((V, V), np.int64)
     np.add.at(pairs, (longer[:, 0], longer[:, 1]), 1)
-    pairs = pairs[pairs.sum(1) > 500][:, pairs.sum(0) > 500]
+    often = trials / 100
+    pairs = pairs[pairs.sum(1) > often][:, pairs.sum(0) > often]
     if len(pairs) > 1:  # with one-hot drafts the first of a longer pair is always the draft
         assert stats.chi2_contingency(pairs).pvalue > SIGNIFICANCE
 
 
+@pytest.mark.parametrize("trials", few_and_slow(MOST_TRIALS))
 @pytest.mark.parametrize("drafting", ["probs", "logits"])
-def test_drafting_and_verifying_share_request_keys_but_no_noise(drafting):
+def test_drafting_and_verifying_share_request_keys_but_no_noise(drafting, trials):
     """A draft that ranks the tokens in the opposite order: a residual drawn with the draft's noise would show."""
     logits = np.tile(np.linspace(0, 2.5, V, dtype=np.float32), (K + 1, 1))
-    token_ids, num_tokens = run(logits, logits[:, ::-1].copy(), drafting, {}, seed=2, trials=200_000)
+    token_ids, num_tokens = run(logits, logits[:, ::-1].copy(), drafting, {}, 2, trials)
     assert (num_tokens == 1).mean() > 0.3
     p = processed(logits[0])
     assert_distributed(token_ids[:, 0], p)

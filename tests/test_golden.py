@@ -8,17 +8,28 @@ import jax
 import numpy as np
 import pytest
 import reference
+from conftest import QUICK_COMPILATION
 
 import fly_jax
 
 B, K, N = 5, 8, 45  # every case fits: at most 5 requests of at most 8 drafts and their bonus rows
 VOCAB_BUCKETS = (200, 10000)  # `vocab_size` is traced: what lies beyond a case's own columns is NaN
-# W and k are static, in 31 combinations, and so is whether there is a draft array. The quick variant of the test
-# compiles only these as target-only; other one-hot drafts are given as one-hot distributions, which must be the same.
+# W and k are static, in 31 combinations, and so is whether there is a draft array. All but the slowest variant of the
+# test compile only these as target-only; other one-hot drafts are given as one-hot distributions, which must be the
+# same. That leaves 39 programs of (vocabulary, whether there is an array, W, k) for each version.
 TARGET_ONLY = {(0, 3), (1, 3), (2, 3), (6, 3)}
-QUICK = {"xla_backend_optimization_level": 0}
-if jax.__version_info__ < (0, 12):
-    QUICK["xla_cpu_use_fusion_emitters"] = False
+# By default a dozen for each version: every W, every k, and every kind of draft and vocabulary among them.
+BY_DEFAULT = {(200, False, window, k) for window, k in TARGET_ONLY} | {
+    (200, True, 0, 3),
+    (200, True, 1, 3),
+    (200, True, 2, 10000),
+    (200, True, 3, 5),
+    (200, True, 4, 1),
+    (200, True, 5, 2),
+    (200, True, 6, 3),
+    (10000, True, 1, 10000),
+}
+QUICK = QUICK_COMPILATION
 NAN = np.float32(np.nan)
 JUNK = 10**6  # fills the entries that must not be read
 
@@ -52,11 +63,11 @@ def listed_difference(case, b):
     return None
 
 
-def compare(version, tokens_of, report):
-    """`tokens_of(case)` -> a token list per request."""
+def compare(cases, tokens_of, report):
+    """`tokens_of(case)` -> a token list per request; how many requests there were, and how many listed ones of each."""
     eligible, differing, requests = collections.Counter(), collections.Counter(), 0
     wrong = []
-    for case in golden.load(version):
+    for case in cases:
         for b, tokens in enumerate(tokens_of(case)):
             requests += 1
             reason = listed_difference(case, b)
@@ -68,9 +79,8 @@ def compare(version, tokens_of, report):
     for reason, count in sorted((+eligible).items()):
         report(f"{differing[reason]} of {count} listed requests differ: {reason}")
     report(f"{requests - sum(eligible.values())} of {requests} requests had to match and {len(wrong)} did not")
-    assert requests == 1259
     assert wrong == []
-    assert +eligible == ELIGIBLE[version]
+    return requests, +eligible
 
 
 def round_up(u):
@@ -84,7 +94,7 @@ def test_reference_matches(version, report):
     def tokens_of(case):
         return [reference.verify(as_request(case, b)).tokens for b in range(case.batch)]
 
-    compare(version, tokens_of, report)
+    assert compare(golden.load(version), tokens_of, report) == (1259, ELIGIBLE[version])
 
 
 def as_request(case, b):
@@ -173,27 +183,48 @@ def call(verify, case, as_array):
     return verify(padded(case.target_logits, (N, vocab), np.nan), row_index, draft_token_ids, **options)
 
 
-@pytest.mark.parametrize(
-    "quick", [pytest.param(True, id="quick"), pytest.param(False, id="optimised", marks=pytest.mark.slow)]
-)
-@pytest.mark.parametrize("version", ["v1", "v2"])
-def test_fly_verify_rows_matches(version, quick, report, count_traces):
-    verify, traces = count_traces(fly_jax.fly_verify_rows, compiler_options=QUICK if quick else None)
-    static = set()
+def program(case, as_array):
+    return bucket(case), case.has_draft or as_array, case.window, case.entropy_top_k
+
+
+def given_as_array(case):
+    return (case.window, case.entropy_top_k) not in TARGET_ONLY
+
+
+def replay(cases, as_array, report, count_traces, options):
+    """Each case through `fly_verify_rows`, compiled once for each program; what `compare` returns."""
+    verify, traces = count_traces(fly_jax.fly_verify_rows, compiler_options=options)
+    programs = {program(case, as_array(case)) for case in cases}
 
     def tokens_of(case):
-        as_array = quick and (case.window, case.entropy_top_k) not in TARGET_ONLY
-        static.add((bucket(case), case.has_draft or as_array, case.window, case.entropy_top_k))
-        result = jax.device_get(call(verify, case, as_array))
+        result = jax.device_get(call(verify, case, as_array(case)))
         chex.assert_trees_all_equal(result.num_tokens, result.num_accepted + 1)
         assert (result.num_accepted <= padded(case.num_draft_tokens, (B,), 0)).all()
         assert not result.invalid[: case.batch].any()
         check_recorded_details(case, result)
         return [result.token_ids[b, : result.num_tokens[b]].tolist() for b in range(case.batch)]
 
-    compare(version, tokens_of, report)
-    assert len({(vocab, is_array) for vocab, is_array, _, _ in static}) <= 12
-    assert len(traces) == len(static)
+    found = compare(cases, tokens_of, report)
+    assert len(traces) == len(programs)
+    return found
+
+
+@pytest.mark.parametrize("version", ["v1", "v2"])
+def test_fly_verify_rows_matches(version, report, count_traces):
+    cases = [case for case in golden.load(version) if program(case, given_as_array(case)) in BY_DEFAULT]
+    assert {program(case, given_as_array(case)) for case in cases} == BY_DEFAULT
+    requests, listed = replay(cases, given_as_array, report, count_traces, QUICK)
+    assert requests == 511
+    assert listed.keys() == ELIGIBLE[version].keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("as_array", [True, False], ids=["one-hot arrays", "target-only"])
+@pytest.mark.parametrize("version", ["v1", "v2"])
+def test_every_recorded_request_matches(version, as_array, report, count_traces):
+    """As users compile it, but for the one-hot arrays, which are many more programs of the same kinds."""
+    how = (given_as_array, QUICK) if as_array else (lambda case: False, None)
+    assert replay(golden.load(version), how[0], report, count_traces, how[1]) == (1259, ELIGIBLE[version])
 
 
 def check_recorded_details(case, result):

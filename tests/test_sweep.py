@@ -222,7 +222,7 @@ def test_settings_in_json_are_sorted_filtered_and_not_beaten(fly_jax, trace_file
         (("--window-sizes", "2,x"), "--window-sizes must be integers with commas between them, got '2,x'"),
         (
             ("--window-sizes", "8"),
-            "--window-sizes must be at least 1 and below the trace's 8 draft tokens a cycle, got 8",
+            "--window-sizes must be at least 1 and below the trace's 8 draft tokens per cycle, got 8",
         ),
         (("--thresholds", "-1"), "--thresholds must be numbers of nats, at least 0, got -1.0"),
         (("--top-ks", "9"), "--top-ks must be between 1 and 8"),

@@ -1,6 +1,5 @@
 """The model `fly_jax`: what the harness asks of a model, answered by `Generator` and `loglikelihood_batch`."""
 
-import dataclasses
 import functools
 import logging
 from collections.abc import Sequence
@@ -14,15 +13,15 @@ from lm_eval.models.utils import postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
-from fly_jax.bridges.lm_eval.options import GenerationSettings, Options
-from fly_jax.cli import generate as command
-from fly_jax.cli.tables import figures_fields, versions
+from fly_jax.bridges.lm_eval.options import GenerationSettings, ModelArgs
 from fly_jax.config import SamplingParams
+from fly_jax.decode.checkpoints.load import load_model
 from fly_jax.decode.comparison import Figures
-from fly_jax.decode.generate import Generation, Generator
+from fly_jax.decode.generate import Generator
 from fly_jax.decode.loglikelihood import capacity, loglikelihood_batch
+from fly_jax.decode.prepare import make_drafter
 from fly_jax.errors import UserError
-from fly_jax.metrics import AcceptanceCounts
+from fly_jax.versions import run_versions
 
 # A child of the harness's logger, which shows what it logs.
 logger = logging.getLogger("lm_eval.fly_jax")
@@ -40,23 +39,20 @@ class FlyJaxLM(TemplateLM):
 
         Args:
           device: ignored, because the harness always names one; JAX chooses, see `JAX_PLATFORMS`.
-          **options: see `Options`.
+          **options: see `ModelArgs`.
 
         Raises:
           UserError: an option is wrong, or a model cannot be read.
         """
         super().__init__()
-        self.options = Options.from_model_args(options)
-        fields = dataclasses.asdict(self.options)
-        self._config = None
-        if self.options.rejection_sample_method == "fly":
-            self._config = command.fly_config(fields)
+        arguments = ModelArgs.from_harness(options)
+        self.options = arguments.decode_options()
+        self._batch_size = arguments.requests_together()
+        if self.options.fly is not None:
             logger.warning("FLy is lossy: its text may differ from what the target alone would write.")
-        self._loaded = command.load(self.options.model, _report)
+        self._loaded = load_model(self.options.model, progress=_report)
         self.tokenizer = self._loaded.tokenizer
-        self._drafter = None
-        if self.options.drafter != "none":
-            self._drafter = command.make_drafter(fields, self._loaded, _report)
+        self._drafter = make_drafter(self.options, self._loaded, _report)
         self.max_length = self.options.max_model_len or self._loaded.config.max_position_embeddings
         # By capacity. The largest is made now, though it may never be used, because it checks the options.
         self._generators = {self.max_length: self._new_generator(self.max_length)}
@@ -66,12 +62,14 @@ class FlyJaxLM(TemplateLM):
     @property
     def eot_token_id(self) -> int:
         """The token that ends a text."""
-        return self._special_token_id("eos_token", min(self.tokenizer.eos_token_ids))
+        token_id = self.tokenizer.special_token_id("eos_token")
+        return min(self.tokenizer.eos_token_ids) if token_id is None else token_id
 
     @property
     def prefix_token_id(self) -> int:
         """What stands before a text that has no context."""
-        return self._special_token_id("bos_token", self.eot_token_id)
+        token_id = self.tokenizer.special_token_id("bos_token")
+        return self.eot_token_id if token_id is None else token_id
 
     @property
     def tokenizer_name(self) -> str:
@@ -101,8 +99,8 @@ class FlyJaxLM(TemplateLM):
         raise UserError(f"The model's chat template changes the beginning of an answer {last!r}: leave gen_prefix out.")
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """One text a request, cut before the first of its stop strings."""
-        settings = [GenerationSettings.from_task(request.args[1], self.options.max_gen_toks) for request in requests]
+        """One text per request, cut before the first of its stop strings."""
+        settings = [GenerationSettings.from_task(request.args[1], self.options.max_tokens) for request in requests]
         prompts = [self.tok_encode(request.args[0]) or [self.prefix_token_id] for request in requests]
         prompts = self._truncated(prompts, [self.max_length - each.max_tokens for each in settings])
         alike: dict[GenerationSettings, list[int]] = {}
@@ -140,10 +138,10 @@ class FlyJaxLM(TemplateLM):
 
     def get_model_info(self) -> dict[str, Any]:
         """What the harness writes beside its results: versions, options, and the counters of what was generated."""
-        options = {name: str(each) if each == float("inf") else each for name, each in vars(self.options).items()}
-        options |= {"model": self._loaded.name, "max_model_len": self.max_length}
-        counters = None if self._total is None else figures_fields(self._total)
-        return {"fly_jax": {"versions": versions(), "options": options, "counters": counters}}
+        options = self.options.to_dict() | {"model": self._loaded.name, "max_model_len": self.max_length}
+        options |= {"batch_size": self._batch_size, "max_gen_toks": options.pop("max_tokens")}
+        counters = None if self._total is None else self._total.to_dict()
+        return {"fly_jax": {"versions": run_versions(), "options": options, "counters": counters}}
 
     def _loglikelihood_tokens(
         self,
@@ -161,7 +159,7 @@ class FlyJaxLM(TemplateLM):
                 scores = loglikelihood_batch(
                     self._loaded.decoder,
                     [(contexts[i], continuations[i]) for i in batch],
-                    batch_size=self.options.batch_size,
+                    batch_size=self._batch_size,
                 )
                 for i, score in zip(batch, scores, strict=True):
                     results[i] = score.value, score.is_greedy
@@ -178,15 +176,16 @@ class FlyJaxLM(TemplateLM):
         end_token_ids = self.tokenizer.eos_token_ids | self._stop_token_ids(settings.until)
         generations = generator.generate_batch(
             [prompts[i] for i in batch],
-            config=self._config,
+            config=self.options.fly,
             sampling=settings.sampling,
             max_tokens=settings.max_tokens,
             eos_token_ids=end_token_ids,
             seed=[(self.options.seed + i) % 2**32 for i in batch],
-            batch_size=self.options.batch_size,
+            batch_size=self._batch_size,
             should_stop=functools.partial(self._has_stop, settings.until) if settings.until else None,
         )
-        self._count(generations)
+        figures = Figures.of_batch(generations)
+        self._total = figures if self._total is None else self._total + figures
         texts = []
         for generation in generations:
             token_ids = [each for each in generation.token_ids if each not in end_token_ids]
@@ -207,7 +206,7 @@ class FlyJaxLM(TemplateLM):
     def _batches(self, indices: Sequence[int], texts: Sequence[Sequence[int]]) -> list[list[int]]:
         """Texts of similar length together, the longest first, so that what needs most memory fails at once."""
         ordered = sorted(indices, key=lambda i: -len(texts[i]))
-        size = self.options.batch_size
+        size = self._batch_size
         return [ordered[begin : begin + size] for begin in range(0, len(ordered), size)]
 
     def _truncated(self, texts: Sequence[list[int]], room: Sequence[int]) -> list[list[int]]:
@@ -238,34 +237,13 @@ class FlyJaxLM(TemplateLM):
         generator = self._generators[max_model_len]
         kind = max_model_len, jax.tree.structure(sampling)
         if kind not in self._warm:
-            logger.info("compiling for %d tokens and %d requests", max_model_len, self.options.batch_size)
-            generator.warm_up(config=self._config, sampling=sampling, batch_size=self.options.batch_size)
+            logger.info("compiling for %d tokens and %d requests", max_model_len, self._batch_size)
+            generator.warm_up(config=self.options.fly, sampling=sampling, batch_size=self._batch_size)
             self._warm.add(kind)
         return generator
 
     def _new_generator(self, max_model_len: int) -> Generator:
         return Generator(self._loaded.decoder, drafter=self._drafter, max_model_len=max_model_len)
-
-    def _special_token_id(self, name: str, otherwise: int) -> int:
-        token = self.tokenizer.special_tokens.get(name)
-        token_id = None if token is None else self.tokenizer.tokenizer.token_to_id(token)
-        return otherwise if token_id is None else token_id
-
-    def _count(self, generations: Sequence[Generation]) -> None:
-        """Adds a batch to the counters; its times are those of the batch."""
-        total = self._total
-        counts: AcceptanceCounts = generations[0].counts if total is None else total.counts + generations[0].counts
-        for each in generations[1:]:
-            counts = counts + each.counts
-        self._total = Figures(
-            num_tokens=sum(len(each.token_ids) for each in generations) + (total.num_tokens if total else 0),
-            num_cycles=sum(each.num_cycles for each in generations) + (total.num_cycles if total else 0),
-            prefill_seconds=generations[0].prefill_seconds + (total.prefill_seconds if total else 0.0),
-            decode_seconds=generations[0].decode_seconds + (total.decode_seconds if total else 0.0),
-            num_differing=None,
-            num_deferred=sum(sum(each.deferred) for each in generations) + (total.num_deferred if total else 0),
-            counts=counts,
-        )
 
 
 def _summary(total: Figures) -> str:

@@ -6,30 +6,29 @@ from typing import Any
 
 from lm_eval.models.utils import normalize_gen_kwargs
 
-from fly_jax.cli import generate as command
-from fly_jax.config import SamplingParams
+from fly_jax import defaults
+from fly_jax.config import FlyConfig, SamplingParams
+from fly_jax.decode.checks import check_choice, check_int, parse_numbers
+from fly_jax.decode.options import DRAFTERS, DecodeOptions, drafter_options, fly_config, sampling_params
 from fly_jax.errors import UserError
 
-DRAFTERS = ("ngram", "draft-model", "layer-skip", "none")
+NO_DRAFTER = "none"
 REJECTION_SAMPLE_METHODS = ("standard", "fly")
 
-_FLY_OPTIONS = ("fly_window_size", "fly_entropy_threshold", "fly_entropy_top_k")
-_LEAST = {"num_speculative_tokens": 1, "prompt_lookup_max": 1, "prompt_lookup_min": 1, "batch_size": 1,
-          "max_gen_toks": 1, "max_model_len": 2, "seed": 0}  # fmt: skip
 _SAMPLING_OFF = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class ModelArgs:
     """What `--model_args`, or the constructor, takes; the names are those of `fly-jax generate`.
 
     Attributes:
       model: a GGUF file or a Hugging Face folder; None is SmolLM2-135M-Instruct, downloaded once.
       drafter: "ngram", "draft-model", "layer-skip", or "none" for target-only decoding.
       draft_model: with "draft-model": its file or folder.
-      num_speculative_tokens: K, draft tokens a cycle.
+      num_speculative_tokens: K, draft tokens per cycle.
       rejection_sample_method: "standard", which is lossless, or "fly".
-      fly_window_size: W; with "fly" only, as the next two. None is vLLM's default.
+      fly_window_size: W; with "fly" only, as the next two. None is vLLM's default, as there.
       fly_entropy_threshold: nats from which a mismatch may be deferred.
       fly_entropy_top_k: probabilities the entropy is summed over.
       draft_sample_method: "greedy", or "probabilistic" where a model drafts.
@@ -45,56 +44,96 @@ class Options:
     model: str | None = None
     drafter: str = "ngram"
     draft_model: str | None = None
-    num_speculative_tokens: int = 16
+    num_speculative_tokens: int = defaults.NUM_SPECULATIVE_TOKENS
     rejection_sample_method: str = "standard"
     fly_window_size: int | None = None
     fly_entropy_threshold: float | None = None
     fly_entropy_top_k: int | None = None
     draft_sample_method: str = "greedy"
-    prompt_lookup_max: int = 3
-    prompt_lookup_min: int = 1
-    skip_layers: str | None = None
-    batch_size: int = 1
+    prompt_lookup_max: int = defaults.PROMPT_LOOKUP_MAX
+    prompt_lookup_min: int = defaults.PROMPT_LOOKUP_MIN
+    skip_layers: str | int | list[int] | tuple[int, ...] | None = None
+    batch_size: int | str = 1
     max_gen_toks: int = 256
     max_model_len: int | None = None
     seed: int = 0
 
     @classmethod
-    def from_model_args(cls, given: Mapping[str, Any]) -> "Options":
-        """The options as the harness gives them, checked.
+    def from_harness(cls, given: Mapping[str, Any]) -> "ModelArgs":
+        """The options as the harness gives them.
 
         Raises:
-          UserError: an option is unknown, out of range, or without effect.
+          UserError: an option is unknown.
         """
         names = [field.name for field in dataclasses.fields(cls)]
         unknown = sorted(given.keys() - set(names))
         if unknown:
             raise UserError(f"{unknown[0]} is not an option of the model fly_jax; there are {', '.join(names)}.")
-        values = dict(given)
-        if isinstance(layers := values.get("skip_layers"), int | list | tuple):
-            values["skip_layers"] = ",".join(map(str, [layers] if isinstance(layers, int) else layers))
-        if isinstance(size := values.get("batch_size"), str) and size.isdecimal():
-            values["batch_size"] = int(size)
-        options = cls(**values)
-        options._check()
-        return options
+        return cls(**given)
 
-    def _check(self) -> None:
-        for name, least in _LEAST.items():
-            value = getattr(self, name)
-            if name == "max_model_len" and value is None:
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**32:
-                raise UserError(f"{name} must be an integer of at least {least}, got {value!r}.")
-        for name, allowed in (("drafter", DRAFTERS), ("rejection_sample_method", REJECTION_SAMPLE_METHODS)):
-            if getattr(self, name) not in allowed:
-                raise UserError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}.")
-        if self.rejection_sample_method == "fly" and self.drafter == "none":
-            raise UserError("rejection_sample_method=fly needs draft tokens, got drafter=none: choose another drafter.")
-        idle = [name for name in _FLY_OPTIONS if getattr(self, name) is not None]
-        if idle and self.rejection_sample_method != "fly":
-            raise UserError(f"{idle[0]} has no effect without rejection_sample_method=fly: set that as well.")
-        command.check_drafter_options(dataclasses.asdict(self))
+    def requests_together(self) -> int:
+        """The batch size.
+
+        Raises:
+          UserError: it is no number, or less than 1.
+        """
+        size = self.batch_size
+        number = int(size) if isinstance(size, str) and size.isdecimal() else size
+        check_int("batch_size", number, least=1)
+        return int(number)
+
+    def decode_options(self) -> DecodeOptions:
+        """How to decode.
+
+        Raises:
+          UserError: an option is out of range, without effect, or excluded by another.
+        """
+        check_choice("drafter", self.drafter, (*DRAFTERS, NO_DRAFTER))
+        check_int("max_gen_toks", self.max_gen_toks, least=1)
+        drafter = None
+        if self.drafter != NO_DRAFTER:
+            drafter = drafter_options(
+                self.drafter,
+                draft_model=self.draft_model,
+                draft_sample_method=self.draft_sample_method,
+                prompt_lookup_max=self.prompt_lookup_max,
+                prompt_lookup_min=self.prompt_lookup_min,
+                skip_layers=self._layers(),
+            )
+        return DecodeOptions(
+            model=self.model,
+            drafter=drafter,
+            num_speculative_tokens=self.num_speculative_tokens,
+            fly=self._fly(),
+            max_tokens=self.max_gen_toks,
+            max_model_len=self.max_model_len,
+            seed=self.seed,
+        )
+
+    def _fly(self) -> FlyConfig | None:
+        check_choice("rejection_sample_method", self.rejection_sample_method, REJECTION_SAMPLE_METHODS)
+        if self.rejection_sample_method == "fly":
+            if self.drafter == NO_DRAFTER:
+                raise UserError(
+                    "rejection_sample_method=fly needs draft tokens, got drafter=none: choose another drafter."
+                )
+            threshold, top_k = self.fly_entropy_threshold, self.fly_entropy_top_k
+            return fly_config(
+                window_size=self.fly_window_size,
+                entropy_threshold=defaults.ENTROPY_THRESHOLD if threshold is None else threshold,
+                entropy_top_k=defaults.ENTROPY_TOP_K if top_k is None else top_k,
+            )
+        for name in FlyConfig.vllm_names().values():
+            if getattr(self, name) is not None:
+                raise UserError(f"{name} has no effect without rejection_sample_method=fly: set that as well.")
+        return None
+
+    def _layers(self) -> tuple[int, ...] | None:
+        if isinstance(self.skip_layers, str):
+            return parse_numbers("skip_layers", self.skip_layers, int, "layer numbers like 12,13,14")
+        if self.skip_layers is None:
+            return None
+        return (self.skip_layers,) if isinstance(self.skip_layers, int) else tuple(self.skip_layers)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,4 +172,7 @@ class GenerationSettings:
         for name, value in values.items():
             if not isinstance(value, int | float) or isinstance(value, bool):
                 raise UserError(f"generation_kwargs has {name}={value!r}: it must be a number.")
-        return cls(tuple(each for each in until if each), max_tokens, command.sampling_params(values))
+        sampling = sampling_params(
+            temperature=values["temperature"], top_k=values["top_k"], top_p=values["top_p"], min_p=values["min_p"]
+        )
+        return cls(tuple(each for each in until if each), max_tokens, sampling)

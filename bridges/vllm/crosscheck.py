@@ -112,7 +112,7 @@ def reference(request: Step) -> RequestVerification:
 
 def _classify(request: Step, b: int, theirs: torch.Tensor, ours: torch.Tensor) -> Mismatch:
     verification = reference(request)
-    sides = {tuple(emitted_tokens(ours)): "jax", tuple(emitted_tokens(theirs)): "vllm"}
+    sides = {tuple(_tokens(ours)): "jax", tuple(_tokens(theirs)): "vllm"}
     agrees = sides.get(tuple(verification.token_ids), "neither")
     # What lies past the first difference and the window behind it cannot be why.
     first = int(torch.nonzero(theirs != ours)[0])
@@ -258,6 +258,5 @@ def _check_shapes(step: Step, *outputs: torch.Tensor) -> None:
         raise ValueError(f"its tokens are not [B, K + 1] = [{num_requests}, {width}]")
 
 
-def emitted_tokens(row: torch.Tensor) -> list[int]:
-    """The tokens of a row `[K + 1]` without its padding of -1."""
+def _tokens(row: torch.Tensor) -> list[int]:
     return [token for token in row.tolist() if token >= 0]

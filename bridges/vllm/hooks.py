@@ -1,4 +1,4 @@
-"""What the plugin puts into vLLM V1: a session in the place of `rejection_sample`, which starts JAX at its first step."""
+"""What the plugin puts into vLLM V1: a session in the place of `rejection_sample`; its first step starts JAX."""
 
 from __future__ import annotations
 

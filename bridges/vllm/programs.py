@@ -38,6 +38,9 @@ def num_programs() -> int:
 
 def forget() -> None:
     """Drops all of them, compiled programs included."""
+    for each in _JITTED:
+        # jax.jit of the same function again finds what was compiled for it, also with other options.
+        each.clear_cache()
     _jitted.cache_clear()
     _JITTED.clear()
 

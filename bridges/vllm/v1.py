@@ -16,10 +16,9 @@ import torch
 from jax import Array
 
 from fly_jax.bridges import dlpack
-from fly_jax.bridges.vllm import V1_MODULE
+from fly_jax.bridges.vllm import V1_MODULE, programs
 from fly_jax.bridges.vllm.interface import SamplingMetadata
 from fly_jax.bridges.vllm.padding import pad
-from fly_jax.bridges.vllm.programs import program
 from fly_jax.config import FlyConfig
 from fly_jax.layout import position_bucket, request_bucket, row_bucket
 from fly_jax.noise import VerifyNoise
@@ -246,7 +245,7 @@ def verify(step: Step) -> tuple[Verification, Array]:
       The verification of `B'` requests and `K'` positions (at least as many as the step has, the step's first), and
       how many drafts were kept, deferred, and how many requests stopped at an invalid row, `[3]` int32.
     """
-    return jitted(step)(*crossed(step), num_positions=num_positions(step))
+    return program(step.target_logits.device)(*crossed(step), num_positions=num_positions(step))
 
 
 def num_positions(step: Step) -> int:
@@ -255,7 +254,7 @@ def num_positions(step: Step) -> int:
 
 
 def crossed(step: Step) -> tuple[Any, ...]:
-    """A step's arrays in JAX, and FLy's settings: the positional arguments of the jitted function."""
+    """A step's arrays in JAX, and FLy's settings: the positional arguments of `program`."""
     lengths = step.num_draft_tokens
     requests = request_bucket(len(lengths))
     rows = row_bucket(len(step.draft_token_ids), requests * num_positions(step))
@@ -291,9 +290,9 @@ def _with_array(config: FlyConfig) -> FlyConfig:
     return dataclasses.replace(config, entropy_threshold=np.float32(config.single_threshold))
 
 
-def program(step: Step) -> Callable[..., tuple[Verification, Array]]:
-    """What `verify` calls with `crossed(step)`."""
-    return program(_verify, step.target_logits.device)
+def program(device: torch.device) -> Callable[..., tuple[Verification, Array]]:
+    """The jitted function that decides steps on a device of torch's."""
+    return programs.program(_verify, device)
 
 
 def emitted(verification: Verification, num_requests: int, max_spec_len: int) -> torch.Tensor:

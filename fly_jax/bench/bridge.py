@@ -1,20 +1,17 @@
 """`fly-jax bench bridge`: what a call from vLLM costs over the JAX function it ends in."""
 
 import dataclasses
-import json
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from fly_jax.bench import timing
 from fly_jax.bench.ratios import Ratio
 from fly_jax.bridges.vllm import v1
-from fly_jax.cli.tables import progress_bars, versions
 from fly_jax.config import FlyConfig
 
 GOAL = 1.5
@@ -34,6 +31,9 @@ class Case:
 
 
 _FULL = (8,) * 8
+SHAPE = f"{len(_FULL)} requests, {_FULL[0]} drafts each, V = {VOCAB_SIZE}, wall time"
+"""Of the cases, for people."""
+
 CASES = (
     Case("greedy", _FULL),
     Case("target-only", _FULL, temperature=0.8),
@@ -43,10 +43,11 @@ CASES = (
     Case("target-only, 61 rows", (5, *_FULL[1:]), temperature=0.8, has_goal=False),
 )
 
-_DEFINITIONS = {
+DEFINITIONS = {
     "crossing": "tensors crossed, the function, tokens back as a tensor / the function alone, its arrays ready in JAX",
     "call": "the whole rejection_sample, vLLM's noise drawn by torch too / the function alone",
 }
+"""What each ratio divides by what."""
 
 
 def measure(
@@ -57,7 +58,7 @@ def measure(
     vocab_size: int = VOCAB_SIZE,
     min_seconds: float = timing.MIN_SAMPLE_SECONDS,
 ) -> list[Ratio]:
-    """Two ratios a case, of wall time, since a call waits for its tokens.
+    """Two ratios for each case, of wall time, since a call waits for its tokens.
 
     Args:
       cases: the steps.
@@ -79,7 +80,7 @@ def measure(
             min_seconds=min_seconds,
             progress=report,
         )
-        for name, definition in _DEFINITIONS.items():
+        for name, definition in DEFINITIONS.items():
             values = tuple(a / b for a, b in zip(seconds[name], seconds["function"], strict=True))
             goal = GOAL if case.has_goal and name == "crossing" else None
             ratios.append(Ratio(f"{case.name}: {name}", definition, goal, True, values))
@@ -113,7 +114,7 @@ def _calls(case: Case, vocab_size: int) -> dict[str, Callable[[], Any]]:
             bonus_token_ids,
             metadata,
             fly_window_size=_CONFIG.window_size,
-            fly_entropy_threshold=_CONFIG.entropy_threshold,
+            fly_entropy_threshold=float(np.asarray(_CONFIG.entropy_threshold)),
             fly_entropy_top_k=_CONFIG.entropy_top_k,
         )
 
@@ -122,26 +123,3 @@ def _calls(case: Case, vocab_size: int) -> dict[str, Callable[[], Any]]:
         "crossing": crossing,
         "call": call,
     }
-
-
-def table(ratios: Sequence[Ratio]) -> Table:
-    """One line a ratio."""
-    shape = f"{len(_FULL)} requests, {_FULL[0]} drafts each, V = {VOCAB_SIZE}, wall time"
-    caption = "; ".join([shape, *(f"{name}: {definition}" for name, definition in _DEFINITIONS.items())])
-    result = Table(title="bench bridge", title_justify="left", caption=caption, caption_justify="left")
-    for name in ("ratio", "median", "quartiles", "goal"):
-        result.add_column(name, justify="left" if name == "ratio" else "right")
-    for each in ratios:
-        lower, median, upper = each.quartiles
-        result.add_row(each.name, f"{median:.3f}", f"{lower:.3f}-{upper:.3f}", each.verdict())
-    return result
-
-
-def bench_bridge(*, rounds: int, json_output: bool) -> None:
-    """Runs the command."""
-    with progress_bars(Console(stderr=True)) as report:
-        ratios = measure(CASES, rounds=rounds, progress=report)
-    if json_output:
-        print(json.dumps({"versions": versions(), "ratios": [each.fields() for each in ratios]}, indent=2))
-    else:
-        Console().print(table(ratios))

@@ -12,8 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rich.table import Table
 
+from fly_jax import defaults
 from fly_jax.bench.ratios import Ratio
 from fly_jax.config import FlyConfig, SamplingParams
 from fly_jax.decode.checkpoints.load import LoadedModel
@@ -28,7 +28,7 @@ from fly_jax.noise import request_keys
 NUM_DRAFT_TOKENS = 8
 """K of the step and cycle ratios."""
 
-PROMPT_NUM_DRAFT_TOKENS = 16
+PROMPT_NUM_DRAFT_TOKENS = defaults.NUM_SPECULATIVE_TOKENS
 """K of the comparison on the built-in prompts: the default of `fly-jax generate`."""
 
 MAX_MODEL_LEN = 320
@@ -102,36 +102,20 @@ def measure(loaded: LoadedModel, *, rounds: int, progress: Callable[[str, float]
     return DecodeBench(ratios, {name: float(np.median(each)) * 1e3 for name, each in seconds.items()})
 
 
-def bench_table(result: DecodeBench) -> Table:
-    """The ratios with their goals and definitions."""
-    steps = ", ".join(f"{name} {value:.2f} ms" for name, value in result.milliseconds.items())
-    table = Table(title="bench decode", title_justify="left", caption=f"medians: {steps}", caption_justify="left")
-    for name in ("ratio", "median", "quartiles", "goal", "definition"):
-        table.add_column(name, no_wrap=name in ("median", "quartiles", "goal"))
-    for each in result.ratios:
-        lower, median, upper = each.quartiles
-        table.add_row(
-            each.name, f"{median:.3f}", f"{lower:.3f}-{upper:.3f}", each.verdict(), each.definition, end_section=True
-        )
-    return table
-
-
 def _ratio(name: str, definition: str, goal: float | None, values: np.ndarray, *, at_most: bool = True) -> Ratio:
     return Ratio(name, definition, goal, at_most, tuple(values.tolist()))
 
 
 def _encode(loaded: LoadedModel) -> list[list[int]]:
     codec = loaded.tokenizer
-    texts = [prompt.text for prompt in BUILTIN_PROMPTS]
-    if codec.chat_template is not None:
-        texts = [codec.apply_chat_template([{"role": "user", "content": text}]) for text in texts]
-    return [codec.encode(text) for text in texts]
+    raw = codec.chat_template is None
+    return [codec.encode_chat([{"role": "user", "content": prompt.text}], raw=raw) for prompt in BUILTIN_PROMPTS]
 
 
 def _measure_steps(
     decoder: Decoder, prompt_token_ids: Sequence[int], rounds: int, progress: Callable[[str, float], None]
 ) -> dict[str, list[float]]:
-    """Seconds a round of each step."""
+    """Seconds per round of each step."""
     weights, structure = jax.tree.flatten(decoder)
 
     def run_model(weights: list[jax.Array], cache: KVCache, token_ids: jax.Array) -> tuple[jax.Array, KVCache]:
@@ -181,7 +165,7 @@ def _started(generator: Generator, prompt_token_ids: Sequence[int]) -> DecodeSta
 
 
 def _measure_prompts(loaded: LoadedModel, rounds: int, progress: Callable[[str, float], None]) -> list[float]:
-    """Standard n-gram decoding's tokens/s over target-only's, all prompts together, once a round."""
+    """Standard n-gram decoding's tokens/s over target-only's, all prompts together, once per round."""
     prompts = _encode(loaded)
     target_only = Generator(loaded.decoder, max_model_len=MAX_MODEL_LEN)
     standard = Generator(loaded.decoder, drafter=PromptLookup(PROMPT_NUM_DRAFT_TOKENS), max_model_len=MAX_MODEL_LEN)

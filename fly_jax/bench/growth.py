@@ -1,9 +1,11 @@
 """How `fly_verify` grows with the batch and the vocabulary, as ratios to the floor, and the plot of it."""
 
 import dataclasses
+import functools
 import importlib
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from fly_jax.bench.ratios import Ratio
@@ -19,6 +21,7 @@ from fly_jax.bench.verify_cases import (
     make_data,
     verify_arguments,
 )
+from fly_jax.files import write_whole
 
 NUM_REQUESTS = (1, 2, 4, 8, 16, 32, 64)
 VOCAB_SIZES = (32768, 65536, 98304, 131072, 196608, 262144)
@@ -38,7 +41,7 @@ class Curve:
       axis: "requests" or "vocabulary".
       fixed: the size that stays: V, or B.
       sizes: along the axis.
-      ratios: one a size.
+      ratios: one for each size.
     """
 
     case: str
@@ -143,7 +146,7 @@ def size_text(size: int) -> str:
     return f"{size // 1024}k" if size % 1024 == 0 else str(size)
 
 
-def plot(curves: Sequence[Curve], path: str, *, title: str, clock: str) -> None:
+def plot(curves: Sequence[Curve], path: Path, *, title: str, clock: str) -> None:
     """Draws the curves, with quartiles, into a PNG file: along the batch on the left, the vocabulary on the right."""
     figure = importlib.import_module("matplotlib.figure").Figure(figsize=(11, 4.8), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
@@ -171,4 +174,4 @@ def plot(curves: Sequence[Curve], path: str, *, title: str, clock: str) -> None:
             panel.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), fontsize="small")
     panels[0].set_ylabel(f"{'CPU' if clock == 'cpu' else 'wall'} time / reading the logits once (ratio)")
     figure.suptitle(title, fontsize="medium")
-    figure.savefig(path, dpi=150)
+    write_whole(path, functools.partial(figure.savefig, dpi=150, format="png"))

@@ -100,7 +100,7 @@ class CompiledKernel:
       spilled_bytes: of a thread, in memory: spills and everything else that is not in registers.
       shared_bytes: of a program.
       wide_loads: load instructions of 16 bytes.
-      narrow_loads: all others: operands, the token's logit, and the groups read again, one logit a thread.
+      narrow_loads: all others: operands, the token's logit, and the groups read again, one logit per thread.
       loop_wide_loads: those of the main loop.
       loop_narrow_loads: those of the main loop.
       instructions: of the main loop for each logit.

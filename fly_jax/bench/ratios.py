@@ -1,4 +1,4 @@
-"""What the benchmarks report: ratios of things that ran one after the other, once a round."""
+"""What the benchmarks report: ratios of things that ran one after the other, once per round."""
 
 import dataclasses
 from typing import Any
@@ -8,14 +8,14 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Ratio:
-    """One ratio, measured once a round.
+    """One ratio, measured once per round.
 
     Attributes:
       name: what is divided by what.
       definition: how each side is measured.
       goal: what it should reach; None where it only explains another.
       at_most: whether smaller is better.
-      values: one a round.
+      values: one per round.
     """
 
     name: str

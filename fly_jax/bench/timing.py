@@ -28,7 +28,7 @@ def caller(compiled: jax.stages.Compiled, argument: Any) -> Callable[[], Any]:
 
 
 def sample(call: Callable[[], Any], clock: Callable[[], float], min_seconds: float) -> float:
-    """Seconds a call, over as many calls as last `min_seconds` of wall time; at least one."""
+    """Seconds per call, over as many calls as last `min_seconds` of wall time; at least one."""
     time.sleep(_SETTLE_SECONDS)
     num_calls = 0
     begin, start = time.perf_counter(), clock()
@@ -46,7 +46,7 @@ def interleave(
     min_seconds: float,
     progress: Callable[[float], None],
 ) -> dict[str, list[float]]:
-    """Seconds a call of every alternative, once a round; the order turns around from round to round.
+    """Seconds per call of every alternative, once per round; the order turns around from round to round.
 
     Args:
       alternatives: calls that return when they are done; each is called once before, unmeasured.

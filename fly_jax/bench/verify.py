@@ -239,7 +239,7 @@ def floor_seconds(seconds: Mapping[str, list[float]]) -> np.ndarray:
 def run(
     calls: Mapping[str, Callable[[], Any]], settings: Settings, progress: Callable[[float], None]
 ) -> dict[str, list[float]]:
-    """Seconds a call of everything, once a round."""
+    """Seconds per call of everything, once per round."""
     return interleave(
         calls,
         rounds=settings.rounds,
@@ -258,7 +258,7 @@ def ratio(
     *,
     at_most: bool = True,
 ) -> Ratio:
-    """One value a round."""
+    """One value per round."""
     values = np.asarray(numerator) / np.asarray(denominator)
     return Ratio(name, definition, goal, at_most, tuple(values.tolist()))
 

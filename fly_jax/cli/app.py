@@ -1,29 +1,27 @@
 """The command line: `fly-jax generate`, `eval`, `sweep`, `bench ...` and `crosscheck`.
 
-jax and the model code are imported when a command runs, so that `--help` is quick.
+A command imports what it runs in its own function: that starts JAX, which `--help` must not wait for.
 """
 
 from __future__ import annotations
 
 import contextlib
-import enum
-import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-INTERRUPTED = 130
-"""Exit status after Ctrl-C."""
+from fly_jax import defaults
+from fly_jax.errors import UserError
 
 INSTALL_HINT = "install the demo extra: pip install 'fly-jax[demo]', or -e '.[demo]' in the repository"
 
 try:
     import typer
-    from rich.console import Console
 
     from fly_jax.cli import options
+    from fly_jax.cli.output import INTERRUPTED, interruptible
 except ModuleNotFoundError as error:
     raise SystemExit(f"fly-jax: {error.name} is not installed; {INSTALL_HINT}") from None
 
@@ -34,8 +32,6 @@ app.add_typer(bench_app, name="bench")
 
 def main() -> None:
     """Runs the command line; problems that a user can fix are one line and exit status 2."""
-    from fly_jax.errors import UserError
-
     # A model may emit any character; a terminal may not have it.
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
@@ -64,19 +60,6 @@ def entry_point() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(INTERRUPTED)
-
-
-@contextlib.contextmanager
-def _interruptible() -> Iterator[None]:
-    try:
-        yield
-    except KeyboardInterrupt:
-        raise SystemExit(INTERRUPTED) from None
-
-
-def _plain(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """The options as a command was given them, ready for JSON."""
-    return {name: str(each) if isinstance(each, Path | enum.Enum) else each for name, each in parameters.items()}
 
 
 def _fail(message: str) -> None:
@@ -108,18 +91,15 @@ def generate(
     draft_model: options.DraftModel = None,
     prompt: Annotated[list[str] | None, typer.Option(help="A prompt; may be repeated. Default: built-in ones.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="A text file with one prompt.")] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Give the model the prompt as it is, not as a chat.")] = False,
-    max_tokens: options.MaxTokens = 128,
-    num_speculative_tokens: options.NumSpeculativeTokens = 16,
-    fly_window_size: Annotated[
-        int | None,
-        typer.Option(help="W: tokens after a deferral that must be accepted. Default: 6, or K - 1 if that is less."),
-    ] = None,
-    fly_entropy_threshold: Annotated[float, typer.Option(help="Nats from which a mismatch may be deferred.")] = 0.3,
-    fly_entropy_top_k: Annotated[int, typer.Option(help="Probabilities the entropy is summed over.")] = 3,
+    raw: options.Raw = False,
+    max_tokens: options.MaxTokens = defaults.MAX_TOKENS,
+    num_speculative_tokens: options.NumSpeculativeTokens = defaults.NUM_SPECULATIVE_TOKENS,
+    fly_window_size: options.FlyWindowSize = None,
+    fly_entropy_threshold: options.FlyEntropyThreshold = defaults.ENTROPY_THRESHOLD,
+    fly_entropy_top_k: options.FlyEntropyTopK = defaults.ENTROPY_TOP_K,
     draft_sample_method: options.DraftSampling = options.DraftSampleMethod.GREEDY,
-    prompt_lookup_max: options.PromptLookupMax = 3,
-    prompt_lookup_min: options.PromptLookupMin = 1,
+    prompt_lookup_max: options.PromptLookupMax = defaults.PROMPT_LOOKUP_MAX,
+    prompt_lookup_min: options.PromptLookupMin = defaults.PROMPT_LOOKUP_MIN,
     skip_layers: options.SkipLayers = None,
     temperature: options.Temperature = 0.0,
     top_p: options.TopP = 1.0,
@@ -127,84 +107,117 @@ def generate(
     min_p: options.MinP = 0.0,
     trace: options.TraceFile = None,
     trace_mode: options.TraceModeOption = options.TraceMode.STANDARD,
-    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of all drawing.")] = 0,
+    seed: options.Seed = 0,
     json_output: options.Json = False,
 ) -> None:
     """Decode prompts target-only, with standard verification and with FLy, side by side."""
-    parameters = _plain(locals())
-    with _interruptible():
+    with interruptible():
         from fly_jax.cli import generate as command
+        from fly_jax.decode.options import fly_config
 
-        command.generate(parameters)
+        decode = options.decode_options(
+            model=model,
+            drafter=drafter,
+            draft_model=draft_model,
+            draft_sample_method=draft_sample_method,
+            prompt_lookup_max=prompt_lookup_max,
+            prompt_lookup_min=prompt_lookup_min,
+            skip_layers=skip_layers,
+            num_speculative_tokens=num_speculative_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            max_tokens=max_tokens,
+            raw=raw,
+            fly=fly_config(
+                window_size=fly_window_size, entropy_threshold=fly_entropy_threshold, entropy_top_k=fly_entropy_top_k
+            ),
+            seed=seed,
+        )
+        command.generate(
+            decode,
+            prompt=prompt,
+            prompt_file=prompt_file,
+            trace=trace,
+            trace_mode=str(trace_mode),
+            json_output=json_output,
+        )
 
 
 @app.command("eval")
 def evaluate(
-    tasks: Annotated[
-        Path | None, typer.Option(help="JSON lines, see README. Default: the built-in tasks, which repeat a source.")
-    ] = None,
-    split: Annotated[
-        options.Split, typer.Option(help="choose settings on one half, report on the other.")
-    ] = options.Split.REPORT,
+    tasks: options.Tasks = None,
+    split: options.SplitOption = options.Split.REPORT,
     output: Annotated[Path, typer.Option(help="Folder for results, report and pictures.")] = Path("fly_jax_eval"),
     resume: Annotated[bool, typer.Option("--resume", help="Go on with what --output holds.")] = False,
     model: options.Model = None,
     drafter: options.Drafter = options.DrafterName.NGRAM,
     draft_model: options.DraftModel = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Give the model a task's prompt as it is, not as a chat.")] = False,
-    batch_sizes: Annotated[str, typer.Option(help="Requests decoded together, like 1,4,8.")] = "1",
-    min_batches: Annotated[
-        int, typer.Option(min=1, help="Batches of each size, at least: tasks come again, for speed only.")
-    ] = 3,
-    max_tokens: options.MaxTokens = 128,
-    num_speculative_tokens: options.NumSpeculativeTokens = 16,
-    fly: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="FLy's settings, like window_size=6,entropy_threshold=0.3,entropy_top_k=3; what is left out has its "
-            "default. May be repeated: each is a mode of its own. Default: one mode with the defaults."
-        ),
-    ] = None,
+    raw: options.Raw = False,
+    batch_sizes: options.BatchSizes = "1",
+    min_batches: options.MinBatches = 3,
+    max_tokens: options.MaxTokens = defaults.MAX_TOKENS,
+    num_speculative_tokens: options.NumSpeculativeTokens = defaults.NUM_SPECULATIVE_TOKENS,
+    fly: options.Fly = None,
     draft_sample_method: options.DraftSampling = options.DraftSampleMethod.GREEDY,
-    prompt_lookup_max: options.PromptLookupMax = 3,
-    prompt_lookup_min: options.PromptLookupMin = 1,
+    prompt_lookup_max: options.PromptLookupMax = defaults.PROMPT_LOOKUP_MAX,
+    prompt_lookup_min: options.PromptLookupMin = defaults.PROMPT_LOOKUP_MIN,
     skip_layers: options.SkipLayers = None,
     temperature: options.Temperature = 0.0,
     top_p: options.TopP = 1.0,
     top_k: options.TopK = 0,
     min_p: options.MinP = 0.0,
-    seeds: Annotated[str, typer.Option(help="Of all drawing, like 0,1,2: every task is decoded with each.")] = "0",
+    seeds: options.Seeds = "0",
     trace: options.TraceFile = None,
     trace_mode: options.TraceModeOption = options.TraceMode.STANDARD,
     json_output: options.Json = False,
 ) -> None:
     """Measure what FLy gains and costs on tasks with known answers, against target-only and standard verification."""
-    parameters = _plain(locals())
-    with _interruptible():
-        from fly_jax.cli.evaluate import evaluate as run
+    with interruptible():
+        from fly_jax.cli import evaluate as command
 
-        run(parameters)
+        decode = options.decode_options(
+            model=model,
+            drafter=drafter,
+            draft_model=draft_model,
+            draft_sample_method=draft_sample_method,
+            prompt_lookup_max=prompt_lookup_max,
+            prompt_lookup_min=prompt_lookup_min,
+            skip_layers=skip_layers,
+            num_speculative_tokens=num_speculative_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            max_tokens=max_tokens,
+            raw=raw,
+        )
+        command.evaluate(
+            command.evaluation_options(
+                decode,
+                fly=fly,
+                tasks=tasks,
+                split=str(split),
+                batch_sizes=batch_sizes,
+                min_batches=min_batches,
+                seeds=seeds,
+            ),
+            output=output,
+            resume=resume,
+            trace=trace,
+            trace_mode=str(trace_mode),
+            json_output=json_output,
+        )
 
 
 @bench_app.command("decode")
-def bench_decode(
-    model: options.Model = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds.")] = 15,
-    json_output: options.Json = False,
-) -> None:
+def bench_decode(model: options.Model = None, rounds: options.Rounds = 15, json_output: options.Json = False) -> None:
     """Decoding steps against their floors: ratios of one interleaved run."""
-    with _interruptible():
-        from fly_jax.bench.decode import bench_table, measure
-        from fly_jax.cli.generate import load
-        from fly_jax.cli.tables import progress_bars, versions
+    with interruptible():
+        from fly_jax.cli import bench
 
-        with progress_bars(Console(stderr=True)) as report:
-            loaded = load(None if model is None else str(model), report)
-            result = measure(loaded, rounds=rounds, progress=report)
-        if json_output:
-            print(json.dumps({"versions": versions(), "model": loaded.name, **result.fields()}, indent=2))
-        else:
-            Console().print(bench_table(result))
+        bench.bench_decode(None if model is None else str(model), rounds=rounds, json_output=json_output)
 
 
 @bench_app.command("verify")
@@ -212,7 +225,7 @@ def bench_verify(
     cases: Annotated[
         str, typer.Option(help="Names with commas between them, all, or none (with --growth); a wrong name lists them.")
     ] = "all",
-    rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds.")] = 15,
+    rounds: options.Rounds = 15,
     clock: Annotated[
         options.Clock,
         typer.Option(
@@ -225,18 +238,17 @@ def bench_verify(
     json_output: options.Json = False,
 ) -> None:
     """fly_verify against reading the logits once, and beside other verifiers: ratios of one interleaved run."""
-    with _interruptible():
-        from fly_jax.cli.bench_verify import bench_verify as run
+    with interruptible():
+        from fly_jax.cli import bench
 
-        if not run(
+        bench.bench_verify(
             cases,
             rounds=rounds,
             clock=str(clock),
             growth=growth or plot is not None,
             plot=plot,
             json_output=json_output,
-        ):
-            raise SystemExit(INTERRUPTED)
+        )
 
 
 @bench_app.command("kernels")
@@ -244,26 +256,23 @@ def bench_kernels(
     compile_only: Annotated[
         bool, typer.Option("--compile-only", help="Compile for every GPU instead, without one (extra: triton).")
     ] = False,
-    rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds.")] = 15,
+    rounds: options.Rounds = 15,
     json_output: options.Json = False,
 ) -> None:
     """The GPU kernel against a copy of the logits, XLA and torch; or what it takes, compiled for each GPU."""
-    with _interruptible():
-        from fly_jax.bench.kernels import bench_kernels as run
+    with interruptible():
+        from fly_jax.cli import bench
 
-        run(compile_only=compile_only, rounds=rounds, json_output=json_output)
+        bench.bench_kernels(compile_only=compile_only, rounds=rounds, json_output=json_output)
 
 
 @bench_app.command("bridge")
-def bench_bridge(
-    rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds.")] = 15,
-    json_output: options.Json = False,
-) -> None:
+def bench_bridge(rounds: options.Rounds = 15, json_output: options.Json = False) -> None:
     """A call from vLLM against the JAX function it ends in (extra: torch)."""
-    with _interruptible(), _needs_torch():
-        from fly_jax.bench.bridge import bench_bridge as run
+    with interruptible(), _needs_torch():
+        from fly_jax.cli import bench
 
-        run(rounds=rounds, json_output=json_output)
+        bench.bench_bridge(rounds=rounds, json_output=json_output)
 
 
 @app.command("sweep")
@@ -278,7 +287,7 @@ def sweep(
         float | None, typer.Option(help="Leave out settings that defer a larger share of native rejections.")
     ] = None,
     max_logprob_loss: Annotated[
-        float | None, typer.Option(help="Leave out settings that give up more nats a deferred token.")
+        float | None, typer.Option(help="Leave out settings that give up more nats per deferred token.")
     ] = None,
     far_below: Annotated[
         float, typer.Option(help="Nats below the argmax from which a deferred token counts as far. Default: ln 10.")
@@ -289,12 +298,19 @@ def sweep(
     plot: Annotated[Path | None, typer.Option(help="Draw the settings into this PNG file (extra: bench).")] = None,
     json_output: options.Json = False,
 ) -> None:
-    """Replay a recorded trace under many settings of FLy: tokens a cycle, and what is risked for them."""
-    parameters = dict(locals())
-    with _interruptible():
-        from fly_jax.cli import sweep as sweep_command
+    """Replay a recorded trace under many settings of FLy: tokens per cycle, and what is risked for them."""
+    with interruptible():
+        from fly_jax.cli import sweep as command
 
-        sweep_command.sweep(parameters)
+        command.sweep(
+            trace,
+            window_sizes=window_sizes,
+            thresholds=thresholds,
+            top_ks=top_ks,
+            filters=command.Filters(max_deferral_rate, max_logprob_loss, far_below, all_settings),
+            plot_file=plot,
+            json_output=json_output,
+        )
 
 
 @app.command("crosscheck")
@@ -303,18 +319,14 @@ def crosscheck(
     all_requests: Annotated[bool, typer.Option("--all", help="Also show the requests that agree.")] = False,
 ) -> None:
     """Run a step recorded inside vLLM again and explain where JAX and vLLM differ; status 1 if a difference is real."""
-    with _interruptible(), _needs_torch():
-        from fly_jax.cli.crosscheck import print_explanation
+    with interruptible(), _needs_torch():
+        from fly_jax.cli import crosscheck as command
 
-        right = print_explanation(file, Console(), all_requests=all_requests)
-        if not right:
-            raise SystemExit(1)
+        command.crosscheck(file, all_requests=all_requests)
 
 
 @contextlib.contextmanager
 def _needs_torch() -> Iterator[None]:
-    from fly_jax.errors import UserError
-
     try:
         yield
     except ModuleNotFoundError as error:

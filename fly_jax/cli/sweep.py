@@ -1,24 +1,25 @@
 """`fly-jax sweep`: a recorded trace replayed under many settings, as one table, one JSON document, one plot."""
 
-from __future__ import annotations
-
 import dataclasses
+import functools
 import importlib
-import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+import numpy as np
 from rich.table import Table
 
-from fly_jax.cli.plotting import check_plot
-from fly_jax.cli.tables import versions
+from fly_jax.cli.options import spelled
+from fly_jax.cli.output import check_plot, print_json, results_console
+from fly_jax.decode.checks import parse_numbers
 from fly_jax.errors import UserError
+from fly_jax.files import write_whole
 from fly_jax.traces.file import Trace, load_trace
 from fly_jax.traces.record import TOP_K
 from fly_jax.traces.replay import Replay, Settings, num_reproduced, replay
+from fly_jax.versions import run_versions
 
 WINDOW_SIZES = (1, 2, 3, 4, 6, 8, 10, 12)
 THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)
@@ -44,9 +45,9 @@ class Outcome:
       entropy_top_k: k.
       is_standard: standard verification, the baseline.
       is_recorded: the setting that decided while the trace was recorded.
-      tokens_per_cycle: emitted tokens a cycle.
+      tokens_per_cycle: emitted tokens per cycle.
       deferral_rate: of the native rejections that mattered.
-      logprob_loss: nats a deferred token.
+      logprob_loss: nats per deferred token.
       far_share: of the deferred tokens.
       draft_overshoot: geometric mean of q / p; None where q is not known.
       num_tokens: emitted tokens.
@@ -79,40 +80,86 @@ class Outcome:
         return (-self.tokens_per_cycle, self.deferral_rate, self.logprob_loss)
 
 
-def sweep(options: Mapping[str, Any]) -> None:
+@dataclasses.dataclass(frozen=True)
+class Filters:
+    """What is shown.
+
+    Attributes:
+      max_deferral_rate: settings above it are left out; None keeps all, as the next.
+      max_logprob_loss: nats per deferred token.
+      far_below: nats below the argmax from which a deferred token counts as far.
+      all_settings: also show those that another one equals or beats.
+
+    Raises:
+      UserError: a number is negative, infinite or NaN.
+    """
+
+    max_deferral_rate: float | None
+    max_logprob_loss: float | None
+    far_below: float
+    all_settings: bool
+
+    def __post_init__(self) -> None:
+        for name in ("max_deferral_rate", "max_logprob_loss", "far_below"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < math.inf:
+                raise UserError(f"{spelled(name)} must be a number of at least 0, got {value}.")
+
+    def allow(self, each: Outcome) -> bool:
+        """Whether a setting is within the limits."""
+        limits = ((each.deferral_rate, self.max_deferral_rate), (each.logprob_loss, self.max_logprob_loss))
+        return all(most is None or value <= most for value, most in limits)
+
+
+def sweep(
+    trace_file: Path,
+    *,
+    window_sizes: str | None,
+    thresholds: str | None,
+    top_ks: str | None,
+    filters: Filters,
+    plot_file: Path | None,
+    json_output: bool,
+) -> None:
     """Runs the command and prints its result.
+
+    Args:
+      trace_file: what was recorded.
+      window_sizes: numbers with commas between them; None for `WINDOW_SIZES` below the trace's K.
+      thresholds: nats; None for `THRESHOLDS`.
+      top_ks: None for `TOP_KS`.
+      filters: what is shown.
+      plot_file: the PNG file to draw into, if any.
+      json_output: print one JSON document instead of a table.
 
     Raises:
       UserError: the trace or an option cannot be used as it is given.
     """
-    check_plot(options["plot"])
-    for name in ("max_deferral_rate", "max_logprob_loss", "far_below"):
-        if options[name] is not None and not 0 <= options[name] < math.inf:
-            raise UserError(f"--{name.replace('_', '-')} must be a number of at least 0, got {options[name]}.")
+    check_plot(plot_file)
     try:
-        trace = load_trace(options["trace"])
+        trace = load_trace(trace_file)
     except (OSError, ValueError) as error:
         raise UserError(f"{error}.") from error
     if not len(trace.rows["flags"]):
-        raise UserError(f"{options['trace']} holds no draft tokens: nothing was verified while it was recorded.")
-    settings = _settings(options, trace)
-    everything = outcomes(trace, replay(trace, settings, far_below=options["far_below"]))
-    allowed = [each for each in everything if each.is_marked or _is_allowed(each, options)]
+        raise UserError(f"{trace_file} holds no draft tokens: nothing was verified while it was recorded.")
+    settings = _settings(trace, window_sizes, thresholds, top_ks)
+    everything = outcomes(trace, replay(trace, settings, far_below=filters.far_below))
+    allowed = [each for each in everything if each.is_marked or filters.allow(each)]
     best = unbeaten(allowed)
-    shown = allowed if options["all_settings"] else [each for each in allowed if each.is_marked or each in best]
+    shown = allowed if filters.all_settings else [each for each in allowed if each.is_marked or each in best]
     shown.sort(key=lambda each: each.gain_and_risk)
-    if options["json_output"]:
-        print(json.dumps(_document(trace, options, shown, len(everything)), indent=2, allow_nan=False))
+    if json_output:
+        print_json(_document(trace, trace_file, filters, shown, len(everything)))
     else:
-        out = Console()
-        out.print(_table(trace, shown, options["far_below"]))
-        for line in (*_notes(trace, options, len(everything), len(allowed), len(shown)), STATEMENT):
+        out = results_console()
+        out.print(_table(trace, shown, filters.far_below))
+        for line in (*_notes(trace, len(everything), len(allowed), len(shown)), STATEMENT):
             out.print(line, style="dim", highlight=False, markup=False)
-    if options["plot"] is not None:
+    if plot_file is not None:
         try:
-            plot(allowed, best, options["plot"], title=_title(trace))
+            plot(allowed, best, plot_file, title=_title(trace))
         except OSError as error:
-            raise UserError(f"--plot {options['plot']} cannot be written: {error}.") from error
+            raise UserError(f"--plot {plot_file} cannot be written: {error}.") from error
 
 
 def outcomes(trace: Trace, result: Replay) -> list[Outcome]:
@@ -145,7 +192,7 @@ def outcomes(trace: Trace, result: Replay) -> list[Outcome]:
 
 
 def unbeaten(allowed: Sequence[Outcome]) -> list[Outcome]:
-    """Those that no other equals or beats in tokens a cycle, deferral rate and loss; of equal ones the most careful:
+    """Those that no other equals or beats in tokens per cycle, deferral rate and loss; of equal ones the most careful:
     with the longest window, then the highest threshold, then the smallest k."""
 
     def carefulness(each: Outcome) -> tuple[float, float, float]:
@@ -161,16 +208,25 @@ def unbeaten(allowed: Sequence[Outcome]) -> list[Outcome]:
     return best
 
 
-def _settings(options: Mapping[str, Any], trace: Trace) -> Settings:
+def _settings(
+    trace: Trace, window_sizes_text: str | None, thresholds_text: str | None, top_ks_text: str | None
+) -> Settings:
     """The grid that was asked for, standard verification, and the recorded setting."""
-    k = trace.num_speculative_tokens
-    window_sizes = _numbers("--window-sizes", options["window_sizes"], int, [w for w in WINDOW_SIZES if w < k])
-    thresholds = _numbers("--thresholds", options["thresholds"], float, THRESHOLDS)
-    top_ks = _numbers("--top-ks", options["top_ks"], int, TOP_KS)
+    k, integers = trace.num_speculative_tokens, "integers with commas between them"
+    window_sizes: tuple[int, ...] = tuple(w for w in WINDOW_SIZES if w < k)
+    thresholds: tuple[float, ...] = THRESHOLDS
+    top_ks: tuple[int, ...] = TOP_KS
+    if window_sizes_text is not None:
+        window_sizes = parse_numbers("--window-sizes", window_sizes_text, int, integers)
+    if thresholds_text is not None:
+        thresholds = parse_numbers("--thresholds", thresholds_text, float, "numbers with commas between them")
+    if top_ks_text is not None:
+        top_ks = parse_numbers("--top-ks", top_ks_text, int, integers)
     for window_size in window_sizes:
         if not 1 <= window_size < k:
             raise UserError(
-                f"--window-sizes must be at least 1 and below the trace's {k} draft tokens a cycle, got {window_size}."
+                f"--window-sizes must be at least 1 and below the trace's {k} draft tokens per cycle, "
+                f"got {window_size}."
             )
     for threshold in thresholds:
         if not 0 <= threshold < math.inf:
@@ -193,22 +249,9 @@ def _recorded(trace: Trace) -> tuple[int, float, int] | None:
     config = trace.config
     if config is None:
         return None
-    return _triples(Settings.from_lists([(config.window_size or 1, config.entropy_threshold, config.entropy_top_k)]))[0]
-
-
-def _numbers(option: str, text: str | None, kind: Callable[[str], Any], default: Sequence[Any]) -> list[Any]:
-    if text is None:
-        return list(default)
-    try:
-        return [kind(part) for part in text.split(",")]
-    except ValueError:
-        wanted = "integers" if kind is int else "numbers"
-        raise UserError(f"{option} must be {wanted} with commas between them, got {text!r}.") from None
-
-
-def _is_allowed(each: Outcome, options: Mapping[str, Any]) -> bool:
-    limits = ((each.deferral_rate, "max_deferral_rate"), (each.logprob_loss, "max_logprob_loss"))
-    return all(options[name] is None or value <= options[name] for value, name in limits)
+    # A trace holds one number for all requests.
+    threshold = float(np.asarray(config.entropy_threshold))
+    return _triples(Settings.from_lists([(config.window_size or 1, threshold, config.entropy_top_k)]))[0]
 
 
 def _table(trace: Trace, shown: Sequence[Outcome], far_below: float) -> Table:
@@ -245,7 +288,7 @@ def _title(trace: Trace) -> str:
     return f"{trace.meta['source']}: {model}{drafter}, K={trace.num_speculative_tokens}"
 
 
-def _notes(trace: Trace, options: Mapping[str, Any], num: int, num_allowed: int, num_shown: int) -> list[str]:
+def _notes(trace: Trace, num: int, num_allowed: int, num_shown: int) -> list[str]:
     cycles = trace.cycles
     num_cycles, num_drafts = len(cycles["request"]), int((cycles["num_draft_tokens"] > 0).sum())
     same = num_reproduced(trace)
@@ -260,25 +303,24 @@ def _notes(trace: Trace, options: Mapping[str, Any], num: int, num_allowed: int,
         lines.append(f"Above --max-deferral-rate or --max-logprob-loss: {num - num_allowed} of {num} settings.")
     if num_shown < num_allowed:
         lines.append(
-            f"Left out: {num_allowed - num_shown} settings that another one equals or beats in tokens a cycle, "
+            f"Left out: {num_allowed - num_shown} settings that another one equals or beats in tokens per cycle, "
             "deferred and loss (--all shows them)."
         )
     return lines
 
 
-def _document(trace: Trace, options: Mapping[str, Any], shown: Sequence[Outcome], num: int) -> dict[str, Any]:
-    names = ("max_deferral_rate", "max_logprob_loss", "far_below", "all_settings")
+def _document(trace: Trace, trace_file: Path, filters: Filters, shown: Sequence[Outcome], num: int) -> dict[str, Any]:
     return {
-        "versions": versions(),
+        "versions": run_versions(),
         "trace": {
-            "file": str(options["trace"]),
+            "file": str(trace_file),
             **trace.meta,
             "num_cycles": len(trace.cycles["request"]),
             "num_drafts": int((trace.cycles["num_draft_tokens"] > 0).sum()),
             "num_draft_tokens": len(trace.rows["flags"]),
             "num_cycles_reproduced": num_reproduced(trace),
         },
-        "options": {name: options[name] for name in names},
+        "options": dataclasses.asdict(filters),
         "num_settings": num,
         "settings": [dataclasses.asdict(each) for each in shown],
         "statement": STATEMENT,
@@ -286,14 +328,14 @@ def _document(trace: Trace, options: Mapping[str, Any], shown: Sequence[Outcome]
 
 
 def plot(allowed: Sequence[Outcome], best: Sequence[Outcome], path: Path, *, title: str) -> None:
-    """Draws every setting into a PNG file: tokens a cycle over the deferral rate, and over the loss."""
+    """Draws every setting into a PNG file: tokens per cycle over the deferral rate, and over the loss."""
     figure = importlib.import_module("matplotlib.figure").Figure(figsize=(11, 4.8), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
     colormap = importlib.import_module("matplotlib").colormaps["viridis"]
     window_sizes = sorted({each.window_size for each in allowed if each.window_size is not None})
     axes: tuple[tuple[Callable[[Outcome], float], str], ...] = (
         (lambda each: 100 * each.deferral_rate, "deferred, % of native rejections that mattered"),
-        (lambda each: each.logprob_loss, "log-probability given up, nats a deferred token"),
+        (lambda each: each.logprob_loss, "log-probability given up, nats per deferred token"),
     )
     for panel, (risk, label) in zip(panels, axes, strict=True):
 
@@ -317,8 +359,8 @@ def plot(allowed: Sequence[Outcome], best: Sequence[Outcome], path: Path, *, tit
             panel.plot(*points(own), marker, label=name, **style)
         panel.set_xlabel(label)
         panel.grid(alpha=0.3)
-    panels[0].set_ylabel("tokens a cycle, replayed")
+    panels[0].set_ylabel("tokens per cycle, replayed")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right upper", fontsize="small")
     figure.suptitle(f"{title}; each point is one setting (W, threshold, k)", fontsize="medium")
-    figure.savefig(path, dpi=150)
+    write_whole(path, functools.partial(figure.savefig, dpi=150, format="png"))

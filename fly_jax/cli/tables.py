@@ -1,18 +1,14 @@
 """What a comparison of decoding modes looks like: side by side on a terminal, and as one JSON document."""
 
-import contextlib
-import platform
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib import metadata
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from fly_jax.decode.comparison import MODES, Figures, PromptRun, figures, totals
+from fly_jax.decode.comparison import FLY, Figures, PromptRun, figures, totals
+from fly_jax.decode.prepare import TARGET_ONLY
+from fly_jax.versions import run_versions
 
 DEFERRED_STYLE = "bold black on yellow"
 LEGEND = (
@@ -50,20 +46,20 @@ def totals_table(runs: Sequence[PromptRun]) -> Table | None:
         return None
     table = _table("all prompts", list(by_mode))
     _add_figures(table, list(by_mode.values()))
-    base = by_mode[MODES[0]]
+    base = by_mode[TARGET_ONLY]
     rows = list(by_mode.values())
     table.add_row("tokens/s ratio", *(_ratio(each.tokens_per_second, base.tokens_per_second) for each in rows))
     table.add_row("total time ratio", *(_ratio(each.total_seconds, base.total_seconds) for each in rows))
     return table
 
 
-def document(runs: Sequence[PromptRun], *, config: Mapping[str, Any], interrupted: bool) -> dict[str, Any]:
+def document(runs: Sequence[PromptRun], *, config: dict[str, Any], interrupted: bool) -> dict[str, Any]:
     """Everything measured, with versions and settings, ready for `json.dumps`."""
     return {
-        "versions": versions(),
-        "config": dict(config),
+        "versions": run_versions(),
+        "config": config,
         "interrupted": interrupted,
-        "lossy_modes": ["fly"],
+        "lossy_modes": [FLY],
         "prompts": [
             {
                 "name": run.name,
@@ -73,36 +69,8 @@ def document(runs: Sequence[PromptRun], *, config: Mapping[str, Any], interrupte
             }
             for run in runs
         ],
-        "totals": {mode: figures_fields(each) for mode, each in totals(runs).items()},
+        "totals": {mode: each.to_dict() for mode, each in totals(runs).items()},
     }
-
-
-def versions() -> dict[str, str]:
-    """Of what the figures depend on."""
-    packages = ("fly-jax", "jax", "jaxlib", "flax", "numpy")
-    device = jax.devices()[0]
-    return {
-        "python": platform.python_version(),
-        "platform": f"{device.platform} ({device.device_kind})",
-        **{name: metadata.version(name) for name in packages},
-    }
-
-
-@contextlib.contextmanager
-def progress_bars(console: Console) -> Iterator[Callable[[str, float], None]]:
-    """A function of a label and the fraction done, which draws a bar for each label; without a terminal, a line."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    tasks: dict[str, Any] = {}
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-
-        def report(label: str, fraction: float) -> None:
-            if label not in tasks:
-                tasks[label] = progress.add_task(label, total=1.0)
-                if not console.is_terminal:
-                    console.print(label, style="dim", highlight=False)
-            progress.update(tasks[label], completed=fraction)
-
-        yield report
 
 
 def _table(title: str, columns: Sequence[str]) -> Table:
@@ -136,28 +104,5 @@ def _result(run: PromptRun, mode: str) -> dict[str, Any]:
         "token_ids": list(generation.token_ids),
         "deferred": list(generation.deferred),
         "finish_reason": generation.finish_reason,
-        **figures_fields(figures(run, mode)),
-    }
-
-
-def figures_fields(each: Figures) -> dict[str, Any]:
-    """Everything measured of a mode, ready for `json.dumps`."""
-    counts = each.counts
-    return {
-        "num_tokens": each.num_tokens,
-        "num_cycles": each.num_cycles,
-        "prefill_seconds": each.prefill_seconds,
-        "decode_seconds": each.decode_seconds,
-        "total_seconds": each.total_seconds,
-        "tokens_per_second": each.tokens_per_second,
-        "tokens_per_cycle": each.tokens_per_cycle,
-        "num_differing": each.num_differing,
-        "num_drafts": int(counts.num_drafts),
-        "num_draft_tokens": int(counts.num_draft_tokens),
-        "num_accepted": int(counts.num_accepted),
-        "num_deferred": each.num_deferred,
-        "mean_acceptance_length": float(counts.mean_acceptance_length()),
-        "acceptance_rate": float(counts.acceptance_rate()),
-        "acceptance_rate_per_position": [float(rate) for rate in counts.acceptance_rate_per_position()],
-        "deferral_rate": float(counts.deferral_rate()),
+        **figures(run, mode).to_dict(),
     }

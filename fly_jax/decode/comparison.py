@@ -3,18 +3,21 @@
 import dataclasses
 import difflib
 import functools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from fly_jax.config import FlyConfig, SamplingParams
 from fly_jax.decode.checkpoints.load import LoadedModel
 from fly_jax.decode.checkpoints.weights import Progress
 from fly_jax.decode.drafters import Drafter
-from fly_jax.decode.generate import Generation, Generator
+from fly_jax.decode.generate import Generation
+from fly_jax.decode.options import DecodeOptions
+from fly_jax.decode.prepare import STANDARD, TARGET_ONLY, Mode, prepare_modes
 from fly_jax.decode.prompts import Prompt
 from fly_jax.metrics import AcceptanceCounts
 
-MODES = ("target-only", "standard", "fly")
+FLY = "fly"
+MODES = (TARGET_ONLY, STANDARD, FLY)
 """In the order in which they are run and shown."""
 
 
@@ -62,6 +65,33 @@ class Figures:
     num_deferred: int
     counts: AcceptanceCounts
 
+    @classmethod
+    def of_batch(cls, generations: Sequence[Generation]) -> "Figures":
+        """The figures of texts decoded together, at least one; what differs is not known."""
+        return cls(
+            num_tokens=sum(len(each.token_ids) for each in generations),
+            num_cycles=sum(each.num_cycles for each in generations),
+            # Those of the batch, in each of its texts.
+            prefill_seconds=generations[0].prefill_seconds,
+            decode_seconds=generations[0].decode_seconds,
+            num_differing=None,
+            num_deferred=sum(sum(each.deferred) for each in generations),
+            counts=functools.reduce(operator.add, [each.counts for each in generations]),
+        )
+
+    def __add__(self, other: "Figures") -> "Figures":
+        """The figures of both, one after the other."""
+        known = self.num_differing is not None and other.num_differing is not None
+        return Figures(
+            num_tokens=self.num_tokens + other.num_tokens,
+            num_cycles=self.num_cycles + other.num_cycles,
+            prefill_seconds=self.prefill_seconds + other.prefill_seconds,
+            decode_seconds=self.decode_seconds + other.decode_seconds,
+            num_differing=(self.num_differing or 0) + (other.num_differing or 0) if known else None,
+            num_deferred=self.num_deferred + other.num_deferred,
+            counts=self.counts + other.counts,
+        )
+
     @property
     def total_seconds(self) -> float:
         """Prefill and decoding."""
@@ -74,51 +104,47 @@ class Figures:
 
     @property
     def tokens_per_cycle(self) -> float:
-        """Emitted tokens a target step."""
+        """Emitted tokens per target step."""
         return self.num_tokens / self.num_cycles if self.num_cycles else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything measured, ready for `json.dumps`."""
+        counts = self.counts
+        return {
+            "num_tokens": self.num_tokens,
+            "num_cycles": self.num_cycles,
+            "prefill_seconds": self.prefill_seconds,
+            "decode_seconds": self.decode_seconds,
+            "total_seconds": self.total_seconds,
+            "tokens_per_second": self.tokens_per_second,
+            "tokens_per_cycle": self.tokens_per_cycle,
+            "num_differing": self.num_differing,
+            "num_drafts": int(counts.num_drafts),
+            "num_draft_tokens": int(counts.num_draft_tokens),
+            "num_accepted": int(counts.num_accepted),
+            "num_deferred": self.num_deferred,
+            "mean_acceptance_length": float(counts.mean_acceptance_length()),
+            "acceptance_rate": float(counts.acceptance_rate()),
+            "acceptance_rate_per_position": [float(rate) for rate in counts.acceptance_rate_per_position()],
+            "deferral_rate": float(counts.deferral_rate()),
+        }
 
 
 def figures(run: PromptRun, mode: str) -> Figures:
     """The figures of one text."""
-    generation, reference = run.generations[mode], run.generations.get(MODES[0])
+    generation, reference = run.generations[mode], run.generations.get(TARGET_ONLY)
     differing = None
     if reference is not None and run.greedy:
         differing = num_differing(generation.token_ids, reference.token_ids)
-    return Figures(
-        len(generation.token_ids),
-        generation.num_cycles,
-        generation.prefill_seconds,
-        generation.decode_seconds,
-        differing,
-        sum(generation.deferred),
-        generation.counts,
-    )
+    return dataclasses.replace(Figures.of_batch([generation]), num_differing=differing)
 
 
 def totals(runs: Sequence[PromptRun]) -> dict[str, Figures]:
     """The figures of each mode over all prompts that were decoded in every mode."""
     complete = [run for run in runs if all(mode in run.generations for mode in MODES)]
-    result = {}
-    for mode in MODES if complete else ():
-        parts = [figures(run, mode) for run in complete]
-        counts = parts[0].counts
-        for part in parts[1:]:
-            counts = counts + part.counts
-        result[mode] = Figures(
-            sum(part.num_tokens for part in parts),
-            sum(part.num_cycles for part in parts),
-            sum(part.prefill_seconds for part in parts),
-            sum(part.decode_seconds for part in parts),
-            _sum_known([part.num_differing for part in parts]),
-            sum(part.num_deferred for part in parts),
-            counts,
-        )
-    return result
-
-
-def _sum_known(values: Sequence[int | None]) -> int | None:
-    known = [value for value in values if value is not None]
-    return sum(known) if len(known) == len(values) else None
+    if not complete:
+        return {}
+    return {mode: functools.reduce(operator.add, [figures(run, mode) for run in complete]) for mode in MODES}
 
 
 def num_differing(token_ids: Sequence[int], reference: Sequence[int]) -> int:
@@ -146,47 +172,48 @@ class Comparison:
       loaded: the target.
       prompts: what to decode.
       prompt_token_ids: the same, encoded.
-      modes: by name, what decodes in it.
-      max_model_len: capacity of the caches, in tokens.
-      arguments: of every call of `Generator.generate`.
+      modes: by name, in the order of `MODES`.
+      options: of every mode.
     """
 
     loaded: LoadedModel
     prompts: Sequence[Prompt]
     prompt_token_ids: Sequence[Sequence[int]]
-    modes: Mapping[str, tuple[Generator, FlyConfig | None]]
-    max_model_len: int
-    arguments: Mapping[str, Any]
+    modes: Mapping[str, Mode]
+    options: DecodeOptions
 
-    def run(self, i: int, report: Callable[[str, float], None]) -> tuple[PromptRun, bool]:
+    @property
+    def max_model_len(self) -> int:
+        """Capacity of the caches, in tokens."""
+        return self.modes[TARGET_ONLY].generator.max_model_len
+
+    def run(self, i: int, report: Progress) -> tuple[PromptRun, bool]:
         """Decodes a prompt in one mode after the other; also says whether the user interrupted it."""
-        prompt, token_ids = self.prompts[i], self.prompt_token_ids[i]
+        prompt, token_ids, options = self.prompts[i], self.prompt_token_ids[i], self.options
         generations: dict[str, Generation] = {}
         interrupted = False
         try:
-            for mode, (generator, config) in self.modes.items():
-                label = f"generate: {prompt.name}, {mode}"
-                on_tokens = functools.partial(_report_tokens, report, self.arguments["max_tokens"], label)
-                generations[mode] = generator.generate(token_ids, config=config, on_tokens=on_tokens, **self.arguments)
+            for name, mode in self.modes.items():
+                label = f"generate: {prompt.name}, {name}"
+                generations[name] = mode.generator.generate(
+                    token_ids,
+                    config=mode.config,
+                    sampling=options.sampling,
+                    max_tokens=options.max_tokens,
+                    eos_token_ids=self.loaded.tokenizer.eos_token_ids,
+                    seed=options.seed,
+                    on_tokens=functools.partial(_report_tokens, report, options.max_tokens, label),
+                )
         except KeyboardInterrupt:
             interrupted = True
         decode = self.loaded.tokenizer.decode
-        pieces = {mode: token_pieces(decode, each.token_ids) for mode, each in generations.items()}
-        greedy = self.arguments["sampling"].temperature is None
+        pieces = {name: token_pieces(decode, each.token_ids) for name, each in generations.items()}
+        greedy = options.sampling.temperature is None
         return PromptRun(prompt.name, prompt.text, len(token_ids), generations, pieces, greedy), interrupted
 
 
 def prepare(
-    loaded: LoadedModel,
-    drafter: Drafter,
-    prompts: Sequence[Prompt],
-    *,
-    config: FlyConfig,
-    sampling: SamplingParams,
-    max_tokens: int,
-    seed: int,
-    raw: bool,
-    report: Progress,
+    loaded: LoadedModel, drafter: Drafter | None, prompts: Sequence[Prompt], options: DecodeOptions, report: Progress
 ) -> Comparison:
     """Encodes the prompts and compiles every step.
 
@@ -194,42 +221,25 @@ def prepare(
       loaded: the target.
       drafter: of the two speculative modes.
       prompts: at least one.
-      config: of the FLy mode.
-      sampling: of every mode.
-      max_tokens: most tokens to emit for a prompt.
-      seed: of all drawing.
-      raw: whether a prompt goes to the model as it is, not as a chat message.
+      options: of every mode; `fly` is that of the FLy mode.
       report: called with what is being done and the fraction done.
 
     Raises:
       UserError: a prompt does not fit the context, or the drafter the target.
     """
-    token_ids = [_encode(loaded, prompt.text, raw=raw) for prompt in prompts]
-    needed = max(len(each) for each in token_ids) + max_tokens
-    max_model_len = min(-(-needed // 64) * 64, loaded.config.max_position_embeddings)
-    target_only = Generator(loaded.decoder, max_model_len=max_model_len)
-    speculative = Generator(loaded.decoder, drafter=drafter, max_model_len=max_model_len)
+    encode = functools.partial(loaded.tokenizer.encode_chat, raw=options.raw)
+    token_ids = [encode([{"role": "user", "content": prompt.text}]) for prompt in prompts]
+    configs = {} if options.fly is None else {FLY: options.fly}
+    num_tokens = max(len(each) for each in token_ids) + options.max_tokens
+    modes = prepare_modes(loaded, drafter, configs, num_tokens=num_tokens)
     for each in token_ids:
-        speculative.check_prompt(each)
-    modes = dict(zip(MODES, ((target_only, None), (speculative, None), (speculative, config)), strict=True))
-    for i, (generator, mode_config) in enumerate(modes.values()):
+        modes[0].generator.check_prompt(each)
+    for i, mode in enumerate(modes):
         report("compile", i / len(modes))
-        generator.warm_up(config=mode_config, sampling=sampling)
+        mode.generator.warm_up(config=mode.config, sampling=options.sampling)
     report("compile", 1.0)
-    arguments = {
-        "sampling": sampling,
-        "max_tokens": max_tokens,
-        "eos_token_ids": loaded.tokenizer.eos_token_ids,
-        "seed": seed,
-    }
-    return Comparison(loaded, prompts, token_ids, modes, max_model_len, arguments)
+    return Comparison(loaded, prompts, token_ids, {mode.name: mode for mode in modes}, options)
 
 
 def _report_tokens(report: Progress, max_tokens: int, label: str, num_tokens: int) -> None:
     report(label, num_tokens / max_tokens)
-
-
-def _encode(loaded: LoadedModel, text: str, *, raw: bool) -> list[int]:
-    if not raw:
-        text = loaded.tokenizer.apply_chat_template([{"role": "user", "content": text}])
-    return loaded.tokenizer.encode(text)

@@ -76,6 +76,12 @@ class _Text:
             self.finish_reason = "length"
 
 
+def context_length(decoder: Decoder, drafter: Drafter | None) -> int:
+    """Tokens of prompt and output that the target, and a model that drafts for it, can hold."""
+    models = [decoder, drafter.decoder] if isinstance(drafter, DraftModel) else [decoder]
+    return min(model.config.max_position_embeddings for model in models)
+
+
 class Generator:
     """Decodes with one target and one drafter; each of its steps is compiled once for a batch size.
 
@@ -97,8 +103,7 @@ class Generator:
         Raises:
           UserError: the drafter does not fit the target, or `max_model_len` exceeds a model's context.
         """
-        models = [decoder, drafter.decoder] if isinstance(drafter, DraftModel) else [decoder]
-        context = min(model.config.max_position_embeddings for model in models)
+        context = context_length(decoder, drafter)
         if not 2 <= max_model_len <= context:
             raise UserError(
                 f"max_model_len must be between 2 and the model's context of {context} tokens, got {max_model_len}."
@@ -191,7 +196,7 @@ class Generator:
           One text for each prompt, in their order.
 
         Raises:
-          UserError: see `check_prompt`; or an argument is out of range, or not of one value a prompt.
+          UserError: see `check_prompt`; or an argument is out of range, or not of one value per prompt.
         """
         size = len(prompts) if batch_size is None else batch_size
         if not 1 <= len(prompts) <= size:
@@ -327,7 +332,7 @@ class Generator:
 
 
 def _keys(seed: int | Sequence[int], batch_size: int) -> Array:
-    """`[batch_size]` keys: of one seed and the request's index, or of one seed a request."""
+    """`[batch_size]` keys: of one seed and the request's index, or of one seed per request."""
     if isinstance(seed, int):
         return request_keys(jax.random.key(seed), batch_size)
     seeds = np.zeros(batch_size, np.uint32)
@@ -341,7 +346,7 @@ def _keys_of(seeds: Array) -> Array:
 
 
 def _each(name: str, value: int | Sequence[int], num_prompts: int, least: int, most: int) -> list[int]:
-    """One value a prompt, in range."""
+    """One value per prompt, in range."""
     values = [value] * num_prompts if isinstance(value, int | np.integer) else list(value)
     if len(values) != num_prompts:
         raise UserError(f"{name} must be one number or one for each of {num_prompts} prompts, got {len(values)}.")

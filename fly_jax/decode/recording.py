@@ -1,45 +1,44 @@
 """Recording a trace: prompts decoded once more, untimed, every verification kept for `fly-jax sweep`."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from rich.console import Console
 
 from fly_jax.config import FlyConfig, SamplingParams
-from fly_jax.decode.generate import Generator
+from fly_jax.decode.options import DecodeOptions, sampling_fields
+from fly_jax.decode.prepare import Mode
 from fly_jax.errors import UserError
 from fly_jax.traces.file import TraceWriter
 from fly_jax.traces.record import TraceRows
 
 
-def trace_writer(
-    options: Mapping[str, Any], model: str, config: FlyConfig | None, *, source: str
-) -> TraceWriter | None:
-    """What `--trace` collects into; None without that option.
+def trace_writer(options: DecodeOptions, model: str, config: FlyConfig | None, *, source: str) -> TraceWriter:
+    """What `--trace` collects into.
+
+    Args:
+      options: how the texts are decoded.
+      model: its name.
+      config: of FLy, None for standard verification: what decides while the trace is recorded.
+      source: which command.
 
     Raises:
-      UserError: the setting cannot be replayed, or see `check_trace_path`.
+      UserError: the setting cannot be replayed.
     """
-    if options["trace"] is None:
-        return None
-    check_trace_path(options["trace"])
-    names = ("temperature", "top_k", "top_p", "min_p")
     try:
         return TraceWriter(
             config,
-            num_speculative_tokens=options["num_speculative_tokens"],
+            num_speculative_tokens=options.num_speculative_tokens,
             source=source,
             model=model,
-            drafter=options["drafter"],
-            sampling={name: options[name] for name in names},
+            drafter=None if options.drafter is None else options.drafter.name,
+            sampling=sampling_fields(options.sampling),
         )
     except ValueError as error:
         raise UserError(f"--trace: {error}.") from error
 
 
-def check_trace_path(path: str | None) -> None:
+def check_trace_path(path: Path | None) -> None:
     """Refuses a place where no file can be, before anything is decoded.
 
     Raises:
@@ -47,14 +46,14 @@ def check_trace_path(path: str | None) -> None:
     """
     if path is None:
         return
-    if Path(path).is_dir():
+    if path.is_dir():
         raise UserError(f"--trace {path} is a folder: name a file, like trace.npz.")
-    if not Path(path).absolute().parent.is_dir():
+    if not path.absolute().parent.is_dir():
         raise UserError(f"--trace {path}: there is no such folder; make it first.")
 
 
-def save_trace(writer: TraceWriter, path: str, console: Console) -> None:
-    """Writes what was collected, and says so.
+def save_trace(writer: TraceWriter, path: Path) -> None:
+    """Writes what was collected.
 
     Raises:
       UserError: it cannot be written.
@@ -63,20 +62,13 @@ def save_trace(writer: TraceWriter, path: str, console: Console) -> None:
         writer.save(path)
     except OSError as error:
         raise UserError(f"--trace {path} cannot be written: {error}.") from error
-    console.print(
-        f"{path}: {len(writer.trace().rows['flags'])} draft tokens; `fly-jax sweep {path}` replays them",
-        style="dim",
-        highlight=False,
-        soft_wrap=True,
-    )
 
 
 def record(
     writer: TraceWriter,
-    generator: Generator,
+    mode: Mode,
     prompts: Sequence[Sequence[int]],
     *,
-    config: FlyConfig | None,
     sampling: SamplingParams,
     max_tokens: Sequence[int],
     eos_token_ids: Collection[int],
@@ -88,9 +80,8 @@ def record(
 
     Args:
       writer: what the verifications go to.
-      generator: what decodes.
+      mode: what decodes, with the setting that the writer was made with.
       prompts: token ids of each.
-      config: of FLy, None for standard verification: what the writer was made with.
       sampling: as in `Generator.generate_batch`.
       max_tokens: for each prompt.
       eos_token_ids: tokens that end a text.
@@ -101,9 +92,9 @@ def record(
     for first in range(0, len(prompts), batch_size):
         report(first / len(prompts))
         add = _Batch(writer, first)
-        generator.generate_batch(
+        mode.generator.generate_batch(
             prompts[first : first + batch_size],
-            config=config,
+            config=mode.config,
             sampling=sampling,
             max_tokens=max_tokens[first : first + batch_size],
             eos_token_ids=eos_token_ids,

@@ -5,7 +5,8 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from fly_jax.noise import draft_keys, request_keys, token_uniforms
-from fly_jax.rule.edge import check_logits, check_sampling_params
+from fly_jax.rule import arrays
+from fly_jax.rule.edge import check_sampling_params
 from fly_jax.rule.emission import inverse_cdf
 from fly_jax.rule.scoring import score_rows
 from fly_jax.rule.thresholds import is_greedy
@@ -36,7 +37,7 @@ def draft_token(
       Token ids `[B]` int32, and `[B, V]` float32 processed probabilities (of a greedy request: at temperature 1), as
       `fly_verify` takes them for `draft_probs`.
     """
-    logits = check_logits("logits", logits, ("B", "V"))
+    logits = arrays.logits_of("logits", logits, ("B", "V"))
     num_requests = logits.shape[0]
     params = check_sampling_params(temperature, top_k, top_p, min_p, num_requests)
     if params is None:

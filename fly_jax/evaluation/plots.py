@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from fly_jax.decode.prepare import STANDARD, TARGET_ONLY
 from fly_jax.evaluation.report import Findings
-from fly_jax.evaluation.run import STANDARD, TARGET_ONLY
 
 COLORS = ("tab:gray", "tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown", "tab:pink")
 MARKERS = "os^Dv<>P"
@@ -64,7 +64,7 @@ def _speed(panel: Any, found: Findings) -> None:
 
 
 def _retention(panel: Any, found: Findings) -> None:
-    """One point a mode and batch size; the interval of retention at the first batch size only, to stay readable."""
+    """One point for each mode and batch size; retention's interval at the first batch size only, to stay readable."""
     for mode in found.modes:
         if mode == TARGET_ONLY:
             continue

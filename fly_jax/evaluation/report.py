@@ -2,11 +2,11 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from fly_jax.errors import UserError
-from fly_jax.evaluation.run import STANDARD, TARGET_ONLY
+from fly_jax.decode.options import DraftModelOptions
+from fly_jax.decode.prepare import STANDARD, TARGET_ONLY
+from fly_jax.evaluation.options import EvaluationOptions
 from fly_jax.evaluation.statistics import Interval, Quality, Speed, quality, speed
 from fly_jax.evaluation.tasks import Task
 
@@ -61,10 +61,19 @@ def findings(
     )
 
 
-def document(found: Findings, config: Mapping[str, Any], versions: Mapping[str, str]) -> dict[str, Any]:
-    """Everything measured, ready for `json.dumps`."""
+def document(found: Findings, options: EvaluationOptions, model: str, versions: Mapping[str, str]) -> dict[str, Any]:
+    """Everything measured, ready for `json.dumps`.
 
-    def fields(by_size: Mapping[int, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    Args:
+      found: what was measured.
+      options: of the evaluation.
+      model: the target's name.
+      versions: of what the figures depend on.
+    """
+
+    def fields(
+        by_size: Mapping[int, Mapping[str, Quality]] | Mapping[int, Mapping[str, Speed]],
+    ) -> list[dict[str, Any]]:
         return [
             {"batch_size": size, "mode": mode, **dataclasses.asdict(each)}
             for size, by_mode in by_size.items()
@@ -73,7 +82,7 @@ def document(found: Findings, config: Mapping[str, Any], versions: Mapping[str, 
 
     return {
         "versions": dict(versions),
-        "config": dict(config),
+        "config": options.to_dict(model),
         "complete": found.num_done == found.num_planned,
         "num_batches_done": found.num_done,
         "num_batches_planned": found.num_planned,
@@ -83,16 +92,17 @@ def document(found: Findings, config: Mapping[str, Any], versions: Mapping[str, 
     }
 
 
-def markdown(found: Findings, config: Mapping[str, Any], versions: Mapping[str, str]) -> str:
-    """The report to read."""
+def markdown(found: Findings, options: EvaluationOptions, model: str, versions: Mapping[str, str]) -> str:
+    """The report to read; the arguments are those of `document`."""
     done = ""
     if found.num_done < found.num_planned:
         done = f" **Unfinished: {found.num_done} of {found.num_planned} batches.**"
     size, by_mode = next(iter(found.quality.items()))
     sections = [
-        f"# FLy on {config['model']}",
-        f"{_drafting(config)}; {by_mode[TARGET_ONLY].num_tasks} tasks ({config['tasks']}), at most "
-        f"{config['max_tokens']} tokens each; {_sampling(config)}; {versions['platform']}, "
+        f"# FLy on {model}",
+        f"Drafts by {_drafting(options)}, K={options.decode.num_speculative_tokens}; "
+        f"{by_mode[TARGET_ONLY].num_tasks} tasks ({options.workload}), at most "
+        f"{options.decode.max_tokens} tokens each; {_sampling(options)}; {versions['platform']}, "
         f"Python {versions['python']}, jax {versions['jax']}.{done}",
         LOSSY,
         f"## What it writes (batch size {size})",
@@ -104,23 +114,9 @@ def markdown(found: Findings, config: Mapping[str, Any], versions: Mapping[str, 
         "tokens/s: of decoding, all requests of a batch together until the last of them is done, without prefill and "
         "compilation; a mode that writes longer texts has more tokens to count. Total time: prefill included.",
         "## In the columns of FLy's authors",
-        _table(_AUTHORS_COLUMNS, _authors_rows(found, config, versions)),
+        _table(_AUTHORS_COLUMNS, _authors_rows(found, options, model, versions)),
     ]
     return "\n\n".join(sections) + "\n"
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Writes a file whole or not at all.
-
-    Raises:
-      UserError: it cannot be written.
-    """
-    partial = path.with_name(path.name + ".partial")
-    try:
-        partial.write_bytes(data)
-        partial.replace(path)
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error}.") from error
 
 
 _AUTHORS_COLUMNS = (
@@ -142,9 +138,9 @@ def _quality_rows(found: Findings) -> list[list[str]]:
         "lost, won": lambda each: f"{each.num_lost}, {each.num_won}",
         "changed texts": lambda each: "-" if each.changed is None else f"{each.changed:.0%}",
         "repetition": lambda each: f"{each.repetition:.1%}",
-        "tokens a cycle": lambda each: f"{each.tokens_per_cycle:.2f}",
+        "tokens per cycle": lambda each: f"{each.tokens_per_cycle:.2f}",
         "drafts kept": lambda each: "-" if each.acceptance_rate is None else f"{each.acceptance_rate:.0%}",
-        "deferrals, 100 tokens": lambda each: f"{each.deferrals:.1f}",
+        "deferrals per 100 tokens": lambda each: f"{each.deferrals:.1f}",
     }
     rows = [[label, *(show(found.first[mode]) for mode in found.modes)] for label, show in shown.items()]
     for family, count in found.first[TARGET_ONLY].num_by_family.items():
@@ -177,8 +173,12 @@ def _total_time(each: Speed) -> str:
     return f"{each.total_over_standard:.2f} ({each.decode_seconds + each.prefill_seconds:.0f} s)"
 
 
-def _authors_rows(found: Findings, config: Mapping[str, Any], versions: Mapping[str, str]) -> list[list[str]]:
+def _authors_rows(
+    found: Findings, options: EvaluationOptions, model: str, versions: Mapping[str, str]
+) -> list[list[str]]:
     sizes = list(found.speed)
+    drafter = options.decode.drafter
+    draft = drafter.draft_model if isinstance(drafter, DraftModelOptions) else _drafting(options)
     rows = []
     for mode in found.modes:
         if mode in (TARGET_ONLY, STANDARD):
@@ -189,10 +189,10 @@ def _authors_rows(found: Findings, config: Mapping[str, Any], versions: Mapping[
         rows.append(
             [
                 versions["platform"],
-                f"{config['model']} / {config['draft_model'] or config['drafter']}",
+                f"{model} / {draft}",
                 mode,
-                str(config["num_speculative_tokens"]),
-                f"{config['tasks']}, {found.first[mode].num_tasks} tasks",
+                str(options.decode.num_speculative_tokens),
+                f"{options.workload}, {found.first[mode].num_tasks} tasks",
                 ", ".join(map(str, sizes)),
                 f"{min(ratios):.3f}-{max(ratios):.3f}",
                 _retention(worst),
@@ -201,15 +201,16 @@ def _authors_rows(found: Findings, config: Mapping[str, Any], versions: Mapping[
     return rows
 
 
-def _drafting(config: Mapping[str, Any]) -> str:
-    draft = f" ({config['draft_model']})" if config["draft_model"] else ""
-    return f"Drafts by {config['drafter']}{draft}, K={config['num_speculative_tokens']}"
+def _drafting(options: EvaluationOptions) -> str:
+    drafter = options.decode.drafter
+    if isinstance(drafter, DraftModelOptions):
+        return f"{drafter.name} ({drafter.draft_model})"
+    return "none" if drafter is None else drafter.name
 
 
-def _sampling(config: Mapping[str, Any]) -> str:
-    if config["temperature"] == 0:
-        return "greedy"
-    return f"temperature {config['temperature']}, seeds {', '.join(map(str, config['seeds']))}"
+def _sampling(options: EvaluationOptions) -> str:
+    temperature = options.decode.sampling.temperature
+    return "greedy" if temperature is None else f"temperature {temperature}, seeds {', '.join(map(str, options.seeds))}"
 
 
 def _retention(each: Quality) -> str:

@@ -20,6 +20,7 @@ from typing import Any
 
 from fly_jax.errors import UserError
 from fly_jax.evaluation.tasks import Task
+from fly_jax.files import write_whole
 
 FORMAT = "fly-jax eval 1"
 FILE = "results.jsonl"
@@ -40,7 +41,10 @@ class ResultFile:
     def append(self, record: Mapping[str, Any]) -> None:
         """Adds a finished unit; it is on the disk when this returns."""
         try:
-            _write_line(self.path, record, "a")
+            with self.path.open("ab") as file:
+                file.write(_line(record))
+                file.flush()
+                os.fsync(file.fileno())
         except OSError as error:
             raise UserError(f"{self.path} cannot be written to: {error}. --resume goes on from there.") from error
         self.records.append(dict(record))
@@ -51,7 +55,7 @@ class ResultFile:
 
 
 def open_results(
-    folder: Path, *, config: Mapping[str, Any], tasks: Sequence[Task], versions: Mapping[str, str], resume: bool
+    folder: Path, *, config: dict[str, Any], tasks: Sequence[Task], versions: Mapping[str, str], resume: bool
 ) -> ResultFile:
     """Starts a results file in `folder`, or opens the one that is there.
 
@@ -67,11 +71,11 @@ def open_results(
     """
     path = folder / FILE
     check_folder(folder, resume=resume)
-    header = {"format": FORMAT, "config": dict(config), "tasks": digest(tasks), "versions": dict(versions)}
+    header = {"format": FORMAT, "config": config, "tasks": digest(tasks), "versions": dict(versions)}
     if not path.is_file():
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            _write_line(path, header, "x")
+            write_whole(path, _line(header))
         except OSError as error:
             raise UserError(f"--output {folder} cannot be written to: {error}.") from error
         return ResultFile(path, [])
@@ -133,8 +137,5 @@ def _check_same(path: Path, found: Mapping[str, Any], header: Mapping[str, Any])
         raise UserError(f"--resume: {path} is of other tasks. Start anew with another --output.")
 
 
-def _write_line(path: Path, record: Mapping[str, Any], mode: str) -> None:
-    with path.open(mode, encoding="utf-8") as file:
-        file.write(json.dumps(record, allow_nan=False) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+def _line(record: Mapping[str, Any]) -> bytes:
+    return (json.dumps(record, allow_nan=False) + "\n").encode()

@@ -9,28 +9,12 @@ import numpy as np
 
 from fly_jax.config import FlyConfig, SamplingParams
 from fly_jax.decode.checkpoints.load import LoadedModel
-from fly_jax.decode.drafters import Drafter, DraftModel
-from fly_jax.decode.generate import Generation, Generator
+from fly_jax.decode.drafters import Drafter
+from fly_jax.decode.generate import Generation, context_length
+from fly_jax.decode.options import DecodeOptions
+from fly_jax.decode.prepare import Mode, prepare_modes
 from fly_jax.errors import UserError
-from fly_jax.evaluation.scorers import score
 from fly_jax.evaluation.tasks import Task
-
-TARGET_ONLY, STANDARD = "target-only", "standard"
-
-
-@dataclasses.dataclass(frozen=True)
-class Mode:
-    """A way of decoding.
-
-    Attributes:
-      name: "target-only", "standard", or FLy with its settings.
-      generator: what decodes.
-      config: of FLy; None is lossless.
-    """
-
-    name: str
-    generator: Generator
-    config: FlyConfig | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +109,7 @@ class Evaluation:
         text = self.loaded.tokenizer.decode(generation.token_ids)
         return {
             "task": self.tasks[i].name,
-            "score": score(self.tasks[i], text),
+            "score": self.tasks[i].score(text),
             "text": text,
             "token_ids": list(generation.token_ids),
             "num_deferred": sum(generation.deferred),
@@ -159,63 +143,40 @@ def plan(num_tasks: int, batch_sizes: Sequence[int], seeds: Sequence[int], min_b
 
 def prepare(
     loaded: LoadedModel,
-    drafter: Drafter,
+    drafter: Drafter | None,
     tasks: Sequence[Task],
-    *,
+    options: DecodeOptions,
     configs: Mapping[str, FlyConfig],
-    sampling: SamplingParams,
-    max_tokens: int,
-    raw: bool = False,
 ) -> Evaluation:
     """Encodes the prompts; compiles nothing yet.
 
     Args:
       loaded: the target.
       drafter: of standard verification and FLy.
-      tasks: at least one.
+      tasks: at least one; a task may ask for fewer tokens than the options.
+      options: of every mode.
       configs: of FLy, by the name of the mode.
-      sampling: of every mode.
-      max_tokens: most tokens to emit for a task; a task may say less.
-      raw: whether a prompt goes to the model as it is, not as a chat message.
 
     Raises:
       UserError: a task does not fit the model, its context, or the draft model's; or the drafter not the target.
     """
-    prompts = [_named(task, functools.partial(encode, loaded, task, raw=raw)) for task in tasks]
-    most = [min(max_tokens, task.max_tokens or max_tokens) for task in tasks]
-    models = [loaded.decoder, *([drafter.decoder] if isinstance(drafter, DraftModel) else [])]
-    context = min(model.config.max_position_embeddings for model in models)
+    prompts = [_encode(loaded, task, raw=options.raw) for task in tasks]
+    most = [min(options.max_tokens, task.max_tokens or options.max_tokens) for task in tasks]
+    context = context_length(loaded.decoder, drafter)
     for task, prompt, each in zip(tasks, prompts, most, strict=True):
         if len(prompt) + each > context:
             raise UserError(
                 f"task {task.name!r} needs {len(prompt)} tokens for its prompt and {each} for its answer, and the "
                 f"context is {context}: shorten it, or lower --max-tokens."
             )
-    needed = max(len(prompt) + each for prompt, each in zip(prompts, most, strict=True))
-    max_model_len = min(-(-needed // 64) * 64, context)
-    target_only = Generator(loaded.decoder, max_model_len=max_model_len)
-    speculative = Generator(loaded.decoder, drafter=drafter, max_model_len=max_model_len)
-    modes = [Mode(TARGET_ONLY, target_only, None), Mode(STANDARD, speculative, None)]
-    modes += [Mode(name, speculative, config) for name, config in configs.items()]
-    return Evaluation(loaded, tasks, prompts, modes, sampling, most)
+    num_tokens = max(len(prompt) + each for prompt, each in zip(prompts, most, strict=True))
+    modes = prepare_modes(loaded, drafter, configs, num_tokens=num_tokens)
+    return Evaluation(loaded, tasks, prompts, modes, options.sampling, most)
 
 
-def encode(loaded: LoadedModel, task: Task, *, raw: bool = False) -> list[int]:
-    """A task's token ids: its messages through the model's chat template, or its only message as it is.
-
-    Raises:
-      UserError: the model has no chat template or refuses the messages; or `raw`, and there are several.
-    """
-    if not raw:
-        return loaded.tokenizer.encode(loaded.tokenizer.apply_chat_template(task.messages))
-    if len(task.messages) > 1:
-        raise UserError("--raw needs a prompt, and this is a conversation of several messages.")
-    return loaded.tokenizer.encode(task.messages[0]["content"])
-
-
-def _named(task: Task, function: Callable[[], list[int]]) -> list[int]:
+def _encode(loaded: LoadedModel, task: Task, *, raw: bool) -> list[int]:
     try:
-        token_ids = function()
+        token_ids = loaded.tokenizer.encode_chat(task.messages, raw=raw)
     except UserError as error:
         raise UserError(f"task {task.name!r}: {error}") from error
     if not token_ids:

@@ -4,17 +4,12 @@ A model's answer is read kindly where it costs no rigour: whitespace around it i
 encloses all of it. The scorers are plain comparisons; none of them asks a model.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import unicodedata
 from collections.abc import Callable
 from decimal import Decimal
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from fly_jax.evaluation.tasks import Task
+from typing import Any
 
 SCORERS = {
     "exact": "the answer is the reference",
@@ -31,16 +26,6 @@ _NUMBER = re.compile(r"(?<![0-9])-?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0
 # Typographic quotes and the minus sign, which models write as they like.
 _PLAIN = str.maketrans("\u2018\u2019\u201c\u201d\u2212", "''\"\"-")
 _QUOTES = "\"'`"
-
-
-def score(task: Task, text: str) -> float:
-    """1.0 where an answer agrees with any of the task's references, else 0.0.
-
-    Args:
-      task: whose scorer and references are used.
-      text: the model's whole answer, special tokens left out.
-    """
-    return max(float(matches(task.scorer, reference, text)) for reference in task.references)
 
 
 def matches(scorer: str, reference: str, text: str) -> bool:

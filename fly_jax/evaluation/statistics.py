@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from fly_jax.evaluation.run import TARGET_ONLY
+from fly_jax.decode.prepare import TARGET_ONLY
 
 CONFIDENCE = 0.95
 NUM_RESAMPLES = 10_000

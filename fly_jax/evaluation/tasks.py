@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from fly_jax.errors import UserError
-from fly_jax.evaluation.scorers import SCORERS, check_reference
+from fly_jax.evaluation.scorers import SCORERS, check_reference, matches
 
 SPLITS = ("choose", "report")
 ROLES = ("system", "user", "assistant")
@@ -49,6 +49,10 @@ class Task:
     scorer: str
     max_tokens: int | None
     split: str
+
+    def score(self, text: str) -> float:
+        """1.0 where the model's whole answer, special tokens left out, agrees with any reference, else 0.0."""
+        return max(float(matches(self.scorer, reference, text)) for reference in self.references)
 
 
 def load_tasks(path: Path | None) -> tuple[Task, ...]:
@@ -79,7 +83,7 @@ def load_tasks(path: Path | None) -> tuple[Task, ...]:
         names[task.name] = number
         tasks.append(task)
     if not tasks:
-        raise UserError(f"{source} holds no task: write one JSON object a line.")
+        raise UserError(f"{source} holds no task: write one JSON object per line.")
     return tuple(tasks)
 
 

@@ -1,19 +1,18 @@
 """The edge: everything the public functions are given is checked and brought to one form here, once, at trace time."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 from jax.typing import ArrayLike
 
 from fly_jax.config import FlyConfig
 from fly_jax.noise import Noise, VerifyNoise, VllmV2Noise, request_keys
+from fly_jax.rule import arrays
 from fly_jax.rule.thresholds import RowParams, is_greedy
-
-_LOGIT_DTYPES = ("float32", "bfloat16", "float16")
 
 
 @jax.tree_util.register_dataclass
@@ -110,7 +109,7 @@ def flatten(
     Raises:
       ValueError: the shapes do not fit each other.
     """
-    logits = _rank3("target_logits", target_logits, "K + 1")
+    logits = arrays.rank3("target_logits", target_logits, "K + 1")
     ids = np.shape(draft_token_ids)
     if len(ids) != 2 or logits.shape[:2] != (ids[0], ids[1] + 1):
         raise ValueError(
@@ -121,7 +120,7 @@ def flatten(
     def flat(name: str, value: ArrayLike | None) -> Array | None:
         if value is None:
             return None
-        array = _rank3(name, value, "K")
+        array = arrays.rank3(name, value, "K")
         if array.shape[:2] != (num_requests, num_positions):
             raise ValueError(
                 f"{name} must be [B, K, Vd] with B = {num_requests}, K = {num_positions}, got {list(array.shape)}"
@@ -163,12 +162,12 @@ def inputs_of(
       TypeError: a dtype or kind is wrong.
       ValueError: a shape or static value is wrong, or two arguments exclude each other.
     """
-    ids = _integers("draft_token_ids", draft_token_ids, ("B", "K"), {})
+    ids = arrays.integers("draft_token_ids", draft_token_ids, ("B", "K"), {})
     num_requests, num_positions = ids.shape
     sizes = {"B": num_requests, "K": num_positions, "K + 1": num_positions + 1}
-    logits = check_logits("target_logits", target_logits, ("N", "V"))
+    logits = arrays.logits_of("target_logits", target_logits, ("N", "V"))
     num_rows, num_columns = logits.shape
-    rows = _integers("row_index", row_index, ("B", "K + 1"), sizes)
+    rows = arrays.integers("row_index", row_index, ("B", "K + 1"), sizes)
     if num_rows == 0:
         # Nothing is live: any row will do.
         logits = jnp.full((1, num_columns), -jnp.inf, logits.dtype)
@@ -179,12 +178,12 @@ def inputs_of(
     last_row = num_drafts if bonus_token_ids is None else num_drafts - 1
     in_vocab = (ids >= 0) & (ids < (num_columns if limit is None else limit.astype(ids.dtype)))
     in_vocab &= position[:, :-1] < num_drafts[:, None]
-    bonus = None if bonus_token_ids is None else _integers("bonus_token_ids", bonus_token_ids, ("B",), sizes)
+    bonus = None if bonus_token_ids is None else arrays.integers("bonus_token_ids", bonus_token_ids, ("B",), sizes)
     params = check_sampling_params(temperature, top_k, top_p, min_p, num_requests)
     if draft_temperature is not None and draft_logits is None:
         raise ValueError("draft_temperature divides draft_logits, which were not given")
     if draft is not None and draft_logits is not None and params is not None:
-        given = _per_request("draft_temperature", draft_temperature, sizes)
+        given = arrays.per_request("draft_temperature", draft_temperature, sizes)
         draft = dataclasses.replace(draft, temperature=params.temperature if given is None else given)
     return Inputs(
         logits=logits,
@@ -194,7 +193,7 @@ def inputs_of(
         draft_token_ids=jnp.where(in_vocab, ids, 0).astype(jnp.int32),
         draft_in_vocab=in_vocab,
         num_draft_tokens=num_drafts,
-        bonus_token_ids=None if bonus is None else _narrow(bonus),
+        bonus_token_ids=None if bonus is None else arrays.narrow(bonus),
         sampling=None if params is None else Sampling(params, draft),
     )
 
@@ -249,60 +248,7 @@ def check_positions(target_logits: ArrayLike, shape: tuple[int, ...]) -> Array:
     given = jnp.shape(target_logits)
     if len(given) != 3 or given[:2] != shape:
         raise ValueError(f"target_logits must be [B, K + 1, V] with [B, K + 1] = {list(shape)}, got {list(given)}")
-    return check_logits("target_logits", target_logits, ("B", "K + 1", "V"))
-
-
-def _array(name: str, value: ArrayLike, axes: tuple[str, ...], sizes: dict[str, int]) -> Array:
-    """`value` as an array, checked to have these axes; each axis with a size in `sizes` must have it."""
-    try:
-        array = jnp.asarray(value)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"{name} must be an array [{', '.join(axes)}], got {type(value).__name__}") from error
-    wanted = [sizes.get(axis, size) for axis, size in zip(axes, array.shape, strict=False)]
-    if array.ndim != len(axes) or list(array.shape) != wanted:
-        known = ", ".join(f"{axis} = {sizes[axis]}" for axis in axes if axis in sizes)
-        raise ValueError(
-            f"{name} must have shape [{', '.join(axes)}]{f' with {known}' if known else ''}, got {list(array.shape)}"
-        )
-    return array
-
-
-def _integers(name: str, value: ArrayLike, axes: tuple[str, ...], sizes: dict[str, int]) -> Array:
-    if isinstance(value, int | list | tuple):
-        value = np.asarray(value)
-    if (
-        isinstance(value, np.ndarray | np.integer)
-        and np.issubdtype(value.dtype, np.integer)
-        and value.dtype.itemsize > 4
-    ):
-        # jnp.asarray would wrap 2**32 + 5 to 5 without x64.
-        value = np.clip(value, np.iinfo(np.int32).min, np.iinfo(np.int32).max)
-    array = _array(name, value, axes, sizes)
-    if not jnp.issubdtype(array.dtype, jnp.integer):
-        raise TypeError(f"{name} must be int32 (any integer dtype), got {array.dtype}")
-    return array if array.dtype.itemsize >= 4 else array.astype(jnp.int32)
-
-
-def _narrow(array: Array) -> Array:
-    limits = jnp.iinfo(jnp.int32)
-    if array.dtype != jnp.int32:
-        low = array if jnp.issubdtype(array.dtype, jnp.unsignedinteger) else jnp.maximum(array, limits.min)
-        array = jnp.minimum(low, jnp.array(limits.max, array.dtype))
-    # Strips a weak type as well, so that a Python int and an array do not compile twice.
-    return lax.convert_element_type(array, jnp.int32)
-
-
-def check_logits(name: str, value: ArrayLike, axes: tuple[str, ...]) -> Array:
-    """`value` as float32, bfloat16 or float16 with these axes, the last of at least one column."""
-    dtype = getattr(value, "dtype", None)
-    if dtype is not None and str(dtype) not in _LOGIT_DTYPES:
-        raise TypeError(f"{name} must be {', '.join(_LOGIT_DTYPES)}, got {dtype}; convert it with .astype(jnp.float32)")
-    array = _array(name, value, axes, {})
-    if str(array.dtype) not in _LOGIT_DTYPES:
-        raise TypeError(f"{name} must be {', '.join(_LOGIT_DTYPES)}, got {array.dtype}")
-    if array.shape[-1] == 0:
-        raise ValueError(f"{name} must have a vocabulary of at least 1 column, got shape {list(array.shape)}")
-    return array
+    return arrays.logits_of("target_logits", target_logits, ("B", "K + 1", "V"))
 
 
 def _draft(
@@ -317,8 +263,10 @@ def _draft(
     name, value = ("draft_probs", probs) if logits is None else ("draft_logits", logits)
     if value is None:
         return None
-    values = check_logits(name, value, ("M", "Vd"))
-    rows = target_rows[:, :-1] if row_index is None else _integers("draft_row_index", row_index, ("B", "K"), sizes)
+    values = arrays.logits_of(name, value, ("M", "Vd"))
+    rows = (
+        target_rows[:, :-1] if row_index is None else arrays.integers("draft_row_index", row_index, ("B", "K"), sizes)
+    )
     if values.shape[0] == 0:
         values = jnp.full((1, values.shape[1]), jnp.nan, values.dtype)
     return DraftArray(values, jnp.clip(rows, 0, values.shape[0] - 1).astype(jnp.int32), None)
@@ -336,13 +284,13 @@ def check_vocab_size(vocab_size: ArrayLike | None, num_columns: int, draft_colum
             raise ValueError(f"vocab_size must be in [1, V] = [1, {num_columns}], got {vocab_size}")
         if vocab_size == num_columns == draft_columns:
             return None
-    return _narrow(jnp.clip(_integers("vocab_size", vocab_size, (), {}), 0, common))
+    return arrays.narrow(jnp.clip(arrays.integers("vocab_size", vocab_size, (), {}), 0, common))
 
 
 def _num_draft_tokens(value: ArrayLike | None, sizes: dict[str, int]) -> Array:
     if value is None:
         return jnp.full((sizes["B"],), sizes["K"], jnp.int32)
-    return jnp.clip(_integers("num_draft_tokens", value, ("B",), sizes), 0, sizes["K"]).astype(jnp.int32)
+    return jnp.clip(arrays.integers("num_draft_tokens", value, ("B",), sizes), 0, sizes["K"]).astype(jnp.int32)
 
 
 def check_sampling_params(
@@ -357,7 +305,7 @@ def check_sampling_params(
     See `fly_verify` for what is allowed.
     """
     sizes = {"B": num_requests}
-    per_request = _per_request("temperature", temperature, sizes)
+    per_request = arrays.per_request("temperature", temperature, sizes)
     if per_request is None:
         for name, value in (("top_k", top_k), ("top_p", top_p), ("min_p", min_p)):
             if value is not None:
@@ -365,24 +313,14 @@ def check_sampling_params(
         return None
     return RowParams(
         temperature=per_request,
-        top_k=None if top_k is None else _narrow(_integers("top_k", _broadcast(top_k, sizes), ("B",), sizes)),
-        top_p=_per_request("top_p", top_p, sizes),
-        min_p=_per_request("min_p", min_p, sizes),
+        top_k=None if top_k is None else _top_k(top_k, sizes),
+        top_p=arrays.per_request("top_p", top_p, sizes),
+        min_p=arrays.per_request("min_p", min_p, sizes),
     )
 
 
-def _broadcast(value: ArrayLike, sizes: dict[str, int]) -> ArrayLike:
-    """A scalar for all requests, as `[B]`."""
-    return jnp.broadcast_to(jnp.asarray(value), (sizes["B"],)) if jnp.ndim(value) == 0 else value
-
-
-def _per_request(name: str, value: ArrayLike | None, sizes: dict[str, int]) -> Array | None:
-    if value is None:
-        return None
-    array = _array(name, _broadcast(value, sizes), ("B",), sizes)
-    if not jnp.issubdtype(array.dtype, jnp.floating) and not jnp.issubdtype(array.dtype, jnp.integer):
-        raise TypeError(f"{name} must be float32, got {array.dtype}")
-    return array.astype(jnp.float32)
+def _top_k(top_k: ArrayLike, sizes: dict[str, int]) -> Array:
+    return arrays.narrow(arrays.integers("top_k", arrays.for_each(top_k, sizes), ("B",), sizes))
 
 
 def _keys(key: Array, num_requests: int) -> Array:
@@ -393,35 +331,16 @@ def _keys(key: Array, num_requests: int) -> Array:
 
 def _noise(noise: Noise, sizes: dict[str, int]) -> Noise:
     if isinstance(noise, VllmV2Noise):
-        seed = _words("noise.seed", noise.seed, ("B", "2"), sizes)
-        return VllmV2Noise(seed, _words("noise.position", noise.position, ("B", "K + 1", "2"), sizes))
+        seed = arrays.words("noise.seed", noise.seed, ("B", "2"), sizes)
+        return VllmV2Noise(seed, arrays.words("noise.position", noise.position, ("B", "K + 1", "2"), sizes))
     if not isinstance(noise, VerifyNoise):
         raise TypeError(f"noise must be VerifyNoise or VllmV2Noise, got {type(noise).__name__}")
     if (noise.final_uniform is None) == (noise.gumbel is None):
         raise ValueError("noise needs final_uniform [B, 2] or gumbel [B, V], and not both")
-    uniform = _floats("noise.uniform", noise.uniform, ("B", "K"), sizes)
-    if noise.gumbel is not None:
-        return VerifyNoise(uniform, gumbel=_floats("noise.gumbel", noise.gumbel, ("B", "V"), sizes))
-    assert noise.final_uniform is not None
-    return VerifyNoise(uniform, final_uniform=_floats("noise.final_uniform", noise.final_uniform, ("B", "2"), sizes))
-
-
-def _floats(name: str, value: ArrayLike, axes: tuple[str, ...], sizes: dict[str, int]) -> Array:
-    array = _array(name, value, axes, sizes)
-    if not jnp.issubdtype(array.dtype, jnp.floating):
-        raise TypeError(f"{name} must be float32, got {array.dtype}")
-    return array.astype(jnp.float32)
-
-
-def _words(name: str, value: ArrayLike, axes: tuple[str, ...], sizes: dict[str, int]) -> Array:
-    array = _array(name, value, axes, sizes)
-    if array.dtype != jnp.uint32:
-        raise TypeError(f"{name} must be uint32 (low and high words), got {array.dtype}")
-    return array
-
-
-def _rank3(name: str, value: ArrayLike, positions: str) -> Array:
-    array: Any = value if hasattr(value, "shape") else jnp.asarray(value)
-    if array.ndim != 3:
-        raise ValueError(f"{name} must be [B, {positions}, V], got shape {list(array.shape)}")
-    return array
+    uniform = arrays.floats("noise.uniform", noise.uniform, ("B", "K"), sizes)
+    final_uniform, gumbel = noise.final_uniform, noise.gumbel
+    if final_uniform is not None:
+        final_uniform = arrays.floats("noise.final_uniform", final_uniform, ("B", "2"), sizes)
+    if gumbel is not None:
+        gumbel = arrays.floats("noise.gumbel", gumbel, ("B", "V"), sizes)
+    return VerifyNoise(uniform, final_uniform, gumbel)

@@ -46,6 +46,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.typing import ArrayLike
 
 from fly_jax.config import FlyConfig
 from fly_jax.files import write_whole
@@ -142,7 +143,7 @@ class TraceWriter:
             "sampling": None if sampling is None else dict(sampling),
         }
 
-    def add(self, rows: TraceRows, *, request: Any, cycle: Any) -> None:
+    def add(self, rows: TraceRows, *, request: ArrayLike, cycle: ArrayLike) -> None:
         """Adds a verification; waits for the device if `rows` are still there.
 
         Args:

@@ -8,6 +8,7 @@ from rich.console import Console
 pytest.importorskip("torch")
 
 from fly_jax.bench import bridge
+from fly_jax.cli.bench_tables import bridge_table
 
 pytestmark = pytest.mark.torch
 
@@ -32,7 +33,7 @@ def test_measuring(capsys):
     assert seen[0] == ("measure greedy", 0.0)
     assert all(0 <= fraction <= 1 for _, fraction in seen)
     assert json.loads(json.dumps([each.fields() for each in ratios]))[0]["goal"] == bridge.GOAL
-    Console(width=100).print(bridge.table(ratios))
+    Console(width=100).print(bridge_table(ratios, bridge.SHAPE, bridge.DEFINITIONS))
     text = capsys.readouterr().out
     assert "greedy, 61 rows: crossing" in text
     assert max(map(len, text.splitlines())) <= 100

@@ -24,7 +24,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
 
 from fly_jax.bridges.lm_eval import FlyJaxLM
-from fly_jax.bridges.lm_eval.options import GenerationSettings, Options
+from fly_jax.bridges.lm_eval.options import GenerationSettings, ModelArgs
 from fly_jax.config import SamplingParams
 from fly_jax.decode.decoder_config import DecoderConfig
 from fly_jax.decode.generate import Generator
@@ -287,7 +287,7 @@ def test_chat_templates(lm, model, tasks):
         ({"batch_size": "auto"}, "batch_size must be an integer of at least 1, got 'auto'"),
         ({"max_gen_toks": 0}, "max_gen_toks must be an integer of at least 1, got 0"),
         ({"seed": -1}, "seed must be an integer of at least 0, got -1"),
-        ({"draft_model": "x"}, "--draft-model needs --drafter draft-model, got ngram"),
+        ({"draft_model": "x"}, "draft_model needs drafter draft-model, got ngram"),
         ({"max_model_len": 257}, "max_model_len must be between 2 and the model's context of 256 tokens, got 257"),
         ({"model": "missing.gguf"}, "missing.gguf"),
     ],
@@ -299,9 +299,11 @@ def test_options_that_are_refused(model, options, message):
 
 
 def test_options_as_the_harness_parses_them():
-    options = Options.from_model_args({"batch_size": "8", "drafter": "layer-skip", "skip_layers": [1, 2]})
-    assert (options.batch_size, options.skip_layers) == (8, "1,2")
-    assert Options.from_model_args({"drafter": "layer-skip", "skip_layers": 3}).skip_layers == "3"
+    given = ModelArgs.from_harness({"batch_size": "8", "drafter": "layer-skip", "skip_layers": [1, 2]})
+    assert (given.requests_together(), given.decode_options().drafter.skip_layers) == (8, (1, 2))
+    for layers, expected in ((3, (3,)), ("1,2", (1, 2))):
+        given = ModelArgs.from_harness({"drafter": "layer-skip", "skip_layers": layers})
+        assert given.decode_options().drafter.skip_layers == expected
 
 
 @pytest.mark.parametrize(

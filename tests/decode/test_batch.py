@@ -33,7 +33,7 @@ def differing(decoder, prompts, ours, theirs):
     return len(pairs)
 
 
-@pytest.mark.parametrize("name", ["ngram", "itself", "layer-skip"])
+@pytest.mark.parametrize("name", ["ngram", "layer-skip", pytest.param("itself", marks=pytest.mark.slow)])
 def test_each_text_is_what_its_prompt_gives_alone(name):
     one_by_one = [generator().generate(prompt, max_tokens=most) for prompt, most in zip(PROMPTS, MOST, strict=True)]
     together = generator(name).generate_batch(PROMPTS, max_tokens=MOST)

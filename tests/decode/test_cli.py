@@ -12,11 +12,13 @@ import tiny_models
 from fly_jax import FlyConfig
 from fly_jax.cli import app as cli
 from fly_jax.cli import generate as command
+from fly_jax.cli import options
 from fly_jax.config import SamplingParams
 from fly_jax.decode.comparison import num_differing, token_pieces
 from fly_jax.decode.decoder_config import DecoderConfig
-from fly_jax.decode.drafters import LayerSkip
+from fly_jax.decode.drafters import DRAFT_SAMPLE_METHODS, LayerSkip
 from fly_jax.decode.generate import Generation, Generator
+from fly_jax.decode.options import DRAFTERS
 from fly_jax.metrics import AcceptanceCounts
 from fly_jax.traces.file import load_trace
 from fly_jax.traces.replay import num_reproduced
@@ -106,10 +108,9 @@ def test_the_three_texts_stand_side_by_side(fly_jax, model, caplog, monkeypatch)
 @pytest.mark.parametrize(
     "drafter",
     [
-        ("layer-skip", "--skip-layers", "1"),
-        ("draft-model", "--draft-model", "itself"),
+        pytest.param(("layer-skip", "--skip-layers", "1"), id="layer-skip", marks=pytest.mark.slow),
+        pytest.param(("draft-model", "--draft-model", "itself"), id="draft-model"),
     ],
-    ids=["layer-skip", "draft-model"],
 )
 def test_model_drafters_and_a_prompt_file(fly_jax, model, tmp_path, drafter):
     drafter = [model if each == "itself" else each for each in drafter]
@@ -124,6 +125,20 @@ def test_model_drafters_and_a_prompt_file(fly_jax, model, tmp_path, drafter):
         assert results["standard"]["acceptance_rate"] == 1.0
     else:
         assert results["standard"]["num_draft_tokens"] > 0
+
+
+def test_the_length_ends_at_the_draft_models_context(fly_jax, model, tmp_path):
+    draft = write_model(tmp_path / "draft", max_position_embeddings=250)
+    drafting = ("--drafter", "draft-model", "--draft-model", draft)
+    arguments = ("--raw", "--prompt", "hello " * 30, "--max-tokens", 170, "--json", *drafting)
+    status, out, err = fly_jax("generate", "--model", model, *arguments)
+    assert status == 0, err
+    document = json.loads(out)
+    (prompt,) = document["prompts"]
+    # Rounded up to 256 it would be more than the draft model holds.
+    assert 192 < prompt["num_prompt_tokens"] + 170 <= 250
+    assert document["config"]["max_model_len"] == 250
+    assert prompt["results"]["standard"]["token_ids"] == prompt["results"]["target-only"]["token_ids"]
 
 
 def test_interrupt_prints_what_is_finished(fly_jax, model, monkeypatch):
@@ -235,6 +250,12 @@ def test_version_and_help(fly_jax):
         assert option in out
 
 
+def test_the_command_line_knows_every_drafter():
+    # Help must not import what decoding does, so the names stand in both.
+    assert tuple(options.DrafterName) == DRAFTERS
+    assert tuple(options.DraftSampleMethod) == DRAFT_SAMPLE_METHODS
+
+
 @pytest.mark.parametrize("missing", ["typer", "rich", "rich.console"])
 def test_without_the_demo_extra_it_says_what_to_install(missing):
     code = f"import sys; sys.modules[{missing!r}] = None; import fly_jax.cli.app"
@@ -245,9 +266,7 @@ def test_without_the_demo_extra_it_says_what_to_install(missing):
 
 
 def test_bench_decode_measures_every_ratio(fly_jax, model, monkeypatch):
-    monkeypatch.setattr(
-        "fly_jax.bench.decode.BUILTIN_PROMPTS", command.prompts_of({"prompt": ["hello"], "prompt_file": None})
-    )
+    monkeypatch.setattr("fly_jax.bench.decode.BUILTIN_PROMPTS", command.prompts_of(["hello"], None))
     monkeypatch.setattr("fly_jax.bench.decode.MAX_MODEL_LEN", 128)
     monkeypatch.setattr("fly_jax.bench.decode.MAX_TOKENS", 8)
     status, out, _ = fly_jax("bench", "decode", "--model", model, "--rounds", 2, "--json")
@@ -280,7 +299,9 @@ def test_num_differing_counts_edits(first, second, expected):
     assert num_differing(first, second) == expected
 
 
-def test_texts_drawn_at_random_are_not_compared_token_by_token(fly_jax, model):
+def test_texts_drawn_at_random_are_not_compared_token_by_token(fly_jax, model, monkeypatch):
+    monkeypatch.setattr(Generator, "warm_up", lambda self, **arguments: None)
+    monkeypatch.setattr(Generator, "generate", lambda self, prompt, **arguments: TWO_TOKENS)
     status, out, _ = fly_jax(
         "generate", "--model", model, "--prompt", "hello", "--max-tokens", 4, "--temperature", 1, "--json",
         "--fly-entropy-threshold", "inf", "--num-speculative-tokens", 3,
@@ -308,7 +329,7 @@ def test_options_are_checked_before_anything_is_loaded(fly_jax, tmp_path, option
 def test_an_interrupt_leaves_at_once_and_says_so(tmp_path):
     code = (
         "import sys, fly_jax.cli.app as cli, fly_jax.cli.generate as command\n"
-        "def interrupt(options): raise KeyboardInterrupt\n"
+        "def interrupt(*options, **more): raise KeyboardInterrupt\n"
         "command.generate = interrupt\n"
         "sys.argv = ['fly-jax', 'generate']\n"
         "cli.entry_point()\n"

@@ -4,8 +4,8 @@ import pytest
 import tokenizers
 from tiny_models import CHAT_TEMPLATE, CONTROL_TOKENS, MERGES, TOKENS, byte_level_tokenizer, write_tokenizer
 
-from fly_jax.decode.checkpoints.gguf_tokenizer import codec_from_gguf
-from fly_jax.decode.checkpoints.hf_tokenizer import codec_from_folder
+from fly_jax.decode.checkpoints.gguf import codec_from_gguf
+from fly_jax.decode.checkpoints.hf import codec_from_folder
 from fly_jax.decode.checkpoints.text import TextCodec
 from fly_jax.errors import UserError
 

@@ -15,13 +15,13 @@ import small_tokenizers
 from fly_jax.cli import app as cli
 from fly_jax.cli import generate as command
 from fly_jax.config import SamplingParams
-from fly_jax.decode import comparison
 from fly_jax.decode.checkpoints.default import default_model_path
 from fly_jax.decode.checkpoints.load import load_model
 from fly_jax.decode.decoder_config import DecoderConfig
 from fly_jax.decode.drafters import DraftContext, DraftModel, check_drafter, empty_draft
 from fly_jax.decode.generate import Generator
 from fly_jax.decode.model import Decoder, DecoderWeights, KVCache, LayerWeights, random_decoder
+from fly_jax.decode.prepare import vocab_mapping_of
 from fly_jax.decode.prompts import BUILTIN_PROMPTS
 from fly_jax.decode.vocab import VocabMapping, Vocabulary
 from fly_jax.errors import UserError
@@ -250,8 +250,8 @@ def folders(tmp_path_factory):
 
 def test_models_of_one_vocabulary_are_not_mapped(folders):
     target, same, bpe = (load_model(folders[name]) for name in ("target", "same", "bpe"))
-    assert command.vocab_mapping_of(target, same) is None
-    mapping = command.vocab_mapping_of(target, bpe)
+    assert vocab_mapping_of(target, same) is None
+    mapping = vocab_mapping_of(target, bpe)
     assert mapping.num_common_tokens > 100
     # Tokens the target lacks become its end token: it has no unknown one.
     assert mapping.draft_to_target[bpe.tokenizer.tokenizer.token_to_id("<s>")] == 0
@@ -269,7 +269,7 @@ def run(monkeypatch, capsys, folders, draft, *arguments):
 
 def test_the_command_line_says_how_much_is_common(monkeypatch, capsys, folders):
     drafters = []
-    monkeypatch.setattr(comparison, "prepare", lambda loaded, drafter, *_, **__: drafters.append(drafter) or 1 / 0)
+    monkeypatch.setattr(command, "prepare", lambda loaded, drafter, *_, **__: drafters.append(drafter) or 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run(monkeypatch, capsys, folders, "bpe")
     (drafter,) = drafters
@@ -282,7 +282,7 @@ def test_the_command_line_says_how_much_is_common(monkeypatch, capsys, folders):
     ("draft", "arguments", "message"),
     [
         ("bpe", ["--draft-sample-method", "probabilistic"], "drafts greedily only, got draft_sample_method"),
-        ("nothing", [], "--draft-model nothing: the draft's vocabulary of 4 tokens has none in common"),
+        ("nothing", [], "draft model nothing: the draft's vocabulary of 4 tokens has none in common"),
     ],
 )
 def test_what_cannot_be_mapped_is_one_line(monkeypatch, capsys, folders, draft, arguments, message):

@@ -11,12 +11,14 @@ import pytest
 import tiny_models
 
 from fly_jax.cli import app as cli
-from fly_jax.cli.evaluate import fly_configs
+from fly_jax.cli.evaluate import parse_fly
 from fly_jax.decode.checkpoints.load import load_model
 from fly_jax.decode.decoder_config import DecoderConfig
 from fly_jax.decode.generate import Generation
+from fly_jax.decode.options import DecodeOptions
+from fly_jax.decode.prepare import Mode
 from fly_jax.evaluation import run as evaluation_run
-from fly_jax.evaluation.run import encode
+from fly_jax.evaluation.options import EvaluationOptions
 from fly_jax.evaluation.tasks import BUILTIN_NAME, load_tasks
 from fly_jax.metrics import AcceptanceCounts
 from fly_jax.traces.file import load_trace
@@ -166,9 +168,9 @@ def test_bad_options_are_one_line(evaluate, arguments, message):
 
 
 def test_settings_have_vllms_defaults():
-    configs = fly_configs(None, 16)
-    assert list(configs) == ["fly W=6 θ=0.3 k=3"]
-    assert list(fly_configs(["entropy_threshold=0.5"], 4)) == ["fly W=3 θ=0.5 k=3"]
+    assert list(EvaluationOptions(DecodeOptions()).modes) == ["fly W=6 θ=0.3 k=3"]
+    given = EvaluationOptions(DecodeOptions(num_speculative_tokens=4), fly=(parse_fly("entropy_threshold=0.5"),))
+    assert list(given.modes) == ["fly W=3 θ=0.5 k=3"]
 
 
 def test_modes_take_turns_in_going_first():
@@ -181,7 +183,7 @@ def test_modes_take_turns_in_going_first():
         def _record(self, unit, generations):
             return {}
 
-    modes = [evaluation_run.Mode(name, None, None) for name in ("target-only", "standard", "fly")]
+    modes = [Mode(name, None, None) for name in ("target-only", "standard", "fly")]
     evaluation = Recording(None, [None], [[1]], modes, None, [1])
     for turn in range(3):
         record = evaluation.run(evaluation_run.Unit(1, 0, 0, (0,), 1), turn, lambda fraction: None)
@@ -218,7 +220,7 @@ def test_a_model_without_a_chat_template_takes_raw_prompts(folder, evaluate, tmp
     assert "task 'greet': The model has no chat template" in err
     tasks = load_tasks(folder / "tasks.jsonl")
     loaded = load_model(tmp_path / "plain")
-    assert encode(loaded, tasks[0], raw=True) == loaded.tokenizer.encode("hello hello hello")
+    assert loaded.tokenizer.encode_chat(tasks[0].messages, raw=True) == loaded.tokenizer.encode("hello hello hello")
 
 
 @pytest.mark.model

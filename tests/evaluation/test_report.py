@@ -3,20 +3,13 @@
 import pytest
 from records import MODES, one_by_one, tasks
 
-from fly_jax.cli.plotting import has_matplotlib
+from fly_jax.cli.output import has_matplotlib
+from fly_jax.decode.options import DecodeOptions
+from fly_jax.evaluation.options import EvaluationOptions
 from fly_jax.evaluation.plots import pictures
 from fly_jax.evaluation.report import document, findings, markdown
 
-CONFIG = {
-    "model": "Tiny",
-    "draft_model": None,
-    "drafter": "ngram",
-    "num_speculative_tokens": 2,
-    "tasks": "built-in, report",
-    "max_tokens": 8,
-    "temperature": 0.0,
-    "seeds": [0],
-}
+OPTIONS = EvaluationOptions(DecodeOptions(num_speculative_tokens=2, max_tokens=8))
 VERSIONS = {"python": "3.11", "jax": "0.10", "platform": "cpu (cpu)"}
 
 
@@ -26,15 +19,15 @@ def found(num_planned=6):
 
 
 def test_the_tables_hold_the_figures():
-    lines = markdown(found(), CONFIG, VERSIONS).splitlines()
+    lines = markdown(found(), OPTIONS, "Tiny", VERSIONS).splitlines()
     cells = {row[0]: row[1:] for row in (line.strip("| ").split(" | ") for line in lines if line.startswith("| "))}
     assert [each.split(" (")[0] for each in cells["accuracy"]] == ["66.7%", "66.7%", "50.0%"]
     assert [each.split(" (")[0] for each in cells["retention"]] == ["100.0%", "100.0%", "75.0%"]
     assert cells["lost, won"] == ["0, 0", "0, 0", "1, 0"]
     assert cells["changed texts"] == ["0%", "0%", "100%"]
-    assert cells["tokens a cycle"] == ["1.00", "2.00", "2.00"]
+    assert cells["tokens per cycle"] == ["1.00", "2.00", "2.00"]
     assert cells["drafts kept"] == ["-", "75%", "75%"]
-    assert cells["deferrals, 100 tokens"] == ["0.0", "0.0", "25.0"]
+    assert cells["deferrals per 100 tokens"] == ["0.0", "0.0", "25.0"]
     assert cells["accuracy: odd (3)"] == ["67%", "67%", "33%"]
     rows = [line.strip("| ").split(" | ")[1:] for line in lines if line.startswith("| 1 |")]
     assert rows[0] == ["1.0", "1.9", "4.0"]
@@ -48,8 +41,8 @@ def test_the_tables_hold_the_figures():
 
 
 def test_an_unfinished_run_says_so():
-    assert "**Unfinished: 6 of 9 batches.**" in markdown(found(9), CONFIG, VERSIONS)
-    assert document(found(9), CONFIG, VERSIONS)["complete"] is False
+    assert "**Unfinished: 6 of 9 batches.**" in markdown(found(9), OPTIONS, "Tiny", VERSIONS)
+    assert document(found(9), OPTIONS, "Tiny", VERSIONS)["complete"] is False
 
 
 @pytest.mark.skipif(not has_matplotlib(), reason="needs matplotlib")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fly_jax.evaluation.scorers import SCORERS, check_reference, matches, score
+from fly_jax.evaluation.scorers import SCORERS, check_reference, matches
 from fly_jax.evaluation.tasks import Task
 
 FENCED = "```python\nx = 1\n```"
@@ -105,4 +105,4 @@ def test_every_scorer_is_in_every_table(scorer):
 @pytest.mark.parametrize(("text", "expected"), [("Lund", 1.0), ("lund.", 1.0), ("Oslo", 1.0), ("Bergen", 0.0)])
 def test_any_of_several_references_will_do(text, expected):
     task = Task("city", "towns", ({"role": "user", "content": "?"},), ("Lund", "Oslo"), "normalised", None, "report")
-    assert score(task, text) == expected
+    assert task.score(text) == expected

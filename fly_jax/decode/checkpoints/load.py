@@ -6,10 +6,9 @@ from pathlib import Path
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from fly_jax.decode.checkpoints.gguf import config_from_gguf, open_gguf, tensors_from_gguf
-from fly_jax.decode.checkpoints.gguf_tokenizer import codec_from_gguf
-from fly_jax.decode.checkpoints.hf import read_json, tensors_from_folder
-from fly_jax.decode.checkpoints.hf_tokenizer import codec_from_folder
+from fly_jax.decode.checkpoints.default import default_model_path
+from fly_jax.decode.checkpoints.gguf import codec_from_gguf, config_from_gguf, open_gguf, tensors_from_gguf
+from fly_jax.decode.checkpoints.hf import codec_from_folder, read_json, tensors_from_folder
 from fly_jax.decode.checkpoints.text import TextCodec
 from fly_jax.decode.checkpoints.weights import CheckpointTensors, Progress, assemble_weights
 from fly_jax.decode.decoder_config import DecoderConfig
@@ -34,12 +33,14 @@ class LoadedModel:
     name: str
 
 
-def load_model(path: str | Path, *, dtype: DTypeLike = jnp.float32, progress: Progress | None = None) -> LoadedModel:
+def load_model(
+    path: str | Path | None, *, dtype: DTypeLike = jnp.float32, progress: Progress | None = None
+) -> LoadedModel:
     """Loads a Llama, Qwen2 or Qwen3 model.
 
     Args:
         path: a `.gguf` file, or a folder with `config.json`, `model.safetensors` (or shards and their index) and
-            `tokenizer.json`.
+            `tokenizer.json`; None is the default model, downloaded once.
         dtype: of the matrices in memory, float32 or bfloat16; checkpoints in any other precision are converted.
         progress: called with what is being done and the fraction of it that is done.
 
@@ -48,7 +49,7 @@ def load_model(path: str | Path, *, dtype: DTypeLike = jnp.float32, progress: Pr
     """
     if jnp.dtype(dtype) not in (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)):
         raise UserError(f"dtype must be float32 or bfloat16, got {jnp.dtype(dtype).name}.")
-    path = Path(path)
+    path = default_model_path(progress=progress) if path is None else Path(path)
     if path.is_dir():
         return _load_folder(path, dtype, progress)
     if path.suffix != ".gguf":

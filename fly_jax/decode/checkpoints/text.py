@@ -44,7 +44,7 @@ class TextCodec:
 
     def vocabulary(self, size: int) -> Vocabulary:
         """The tokens, for a model whose logits have `size` columns."""
-        unk_token_id, eos_token_id = (self._special_token_id(name) for name in ("unk_token", "eos_token"))
+        unk_token_id, eos_token_id = (self.special_token_id(name) for name in ("unk_token", "eos_token"))
         if eos_token_id is None:
             eos_token_id = min(self.eos_token_ids)
         return Vocabulary.from_tokenizer(
@@ -58,9 +58,21 @@ class TextCodec:
         the text of a chat template does.
         """
         token_ids = list(self.tokenizer.encode(text, add_special_tokens=True).ids)
-        bos_token_id = self._special_token_id("bos_token")
+        bos_token_id = self.special_token_id("bos_token")
         repeated = bos_token_id is not None and token_ids[:2] == [bos_token_id, bos_token_id]
         return token_ids[1:] if repeated else token_ids
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], *, raw: bool = False) -> list[int]:
+        """Token ids of a conversation, ready for an answer; with `raw` of its only message as it is.
+
+        Raises:
+            UserError: see `apply_chat_template`; or `raw`, and there are several messages.
+        """
+        if not raw:
+            return self.encode(self.apply_chat_template(messages))
+        if len(messages) > 1:
+            raise UserError("raw needs a prompt, and this is a conversation of several messages.")
+        return self.encode(messages[0]["content"])
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids. Incomplete UTF-8 sequences become U+FFFD."""
@@ -91,7 +103,8 @@ class TextCodec:
                 f"The model's chat template refused the messages ({error}): change them, or pass the text itself (raw)."
             ) from error
 
-    def _special_token_id(self, name: str) -> int | None:
+    def special_token_id(self, name: str) -> int | None:
+        """The id of "bos_token", "eos_token" and the like; None where the model has none."""
         token = self.special_tokens.get(name)
         return None if token is None else self.tokenizer.token_to_id(token)
 

@@ -1,7 +1,9 @@
 """From a serving engine's flattened rows to `fly_verify_rows`, and shape buckets against recompilation.
 
 An engine's batch size and draft lengths change at every step, and each new shape would compile again. `pad_rows` pads
-a step to the next bucket on the host: over a long run a handful of programs serve all steps.
+a step to the next bucket on the host: over a long run a handful of programs serve all steps. With up to 16 drafts each,
+a mode (greedy, or sampling with or without draft probabilities) compiles at most 8 times for up to 32 requests, and at
+most 11 times for up to 128: the request buckets, times the sizes that `row_bucket` allows.
 """
 
 import dataclasses
@@ -67,6 +69,27 @@ def bucket(size: int, *, smallest: int = 1) -> int:
     return max(smallest, 1 << max(size - 1, 0).bit_length())
 
 
+def request_bucket(num_requests: int) -> int:
+    """1, 8, 32, 128, ...: a single stream keeps its own programs, which pay for no padding request."""
+    size = 1 if num_requests <= 1 else 8
+    while size < num_requests:
+        size *= 4
+    return size
+
+
+def position_bucket(num_positions: int) -> int:
+    """16, 64, 256, ...: positions past a draft cost next to nothing."""
+    size = 16
+    while size < num_positions:
+        size *= 4
+    return size
+
+
+def row_bucket(num_rows: int, most_rows: int) -> int:
+    """A power of two that holds `num_rows`, at least 8 and a quarter of the most rows that the other buckets hold."""
+    return bucket(num_rows, smallest=max(8, bucket(most_rows) // 4))
+
+
 @dataclasses.dataclass(frozen=True)
 class PaddedRows:
     """A step of a serving engine, padded to a bucket; the first three go to `fly_verify_rows` by position.
@@ -104,7 +127,9 @@ def pad_rows(
       draft_token_ids: `[sum(num_draft_tokens)]` integers, the drafts of all requests in order.
       num_draft_tokens: `[B]` integers.
       with_bonus_rows: as in `row_index_from_lengths`.
-      num_requests: B', num_positions: K' and num_rows: N' of the bucket; None is the next power of two.
+      num_requests: B'; None is its `request_bucket`.
+      num_positions: K'; None is its `position_bucket`.
+      num_rows: N'; None is its `row_bucket`.
 
     Returns:
       The padded step.
@@ -123,9 +148,11 @@ def pad_rows(
         )
     if len(ids) != total:
         raise ValueError(f"draft_token_ids must hold sum(num_draft_tokens) = {total} ids, got {len(ids)}")
-    positions = _bucket("num_positions", num_positions, int(lengths.max(initial=1)))
-    requests = _bucket("num_requests", num_requests, len(lengths))
-    padded_rows = _bucket("num_rows", num_rows, rows)
+    longest = int(lengths.max(initial=0))
+    positions = _at_least("num_positions", num_positions, longest, position_bucket(longest))
+    requests = _at_least("num_requests", num_requests, len(lengths), request_bucket(len(lengths)))
+    most_rows = requests * (positions + int(with_bonus_rows))
+    padded_rows = _at_least("num_rows", num_rows, rows, row_bucket(rows, most_rows))
     lengths = pad_requests(lengths, requests, 0)
     draft_ids = np.full((requests, positions), -1, np.int32)
     draft_ids[np.arange(positions) < lengths[:, None]] = np.clip(ids, -1, np.iinfo(np.int32).max)
@@ -154,9 +181,9 @@ def pad_requests(values: Any, size: int, fill: Any) -> Any:
     return np.concatenate([values, padding])
 
 
-def _bucket(name: str, size: int | None, needed: int) -> int:
+def _at_least(name: str, size: int | None, needed: int, default: int) -> int:
     if size is None:
-        return bucket(needed)
+        return default
     if size < needed:
         raise ValueError(f"{name} must be at least {needed} for this step, got {size}")
     return size

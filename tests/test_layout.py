@@ -28,6 +28,21 @@ def test_bucket_is_the_next_power_of_two(size, expected):
     assert layout.bucket(size, smallest=16) == max(16, expected)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "allowed"), [(range(1, 33), {1, 8, 32}), (range(33, 129), {128}), (range(129, 200), {512})]
+)
+def test_request_buckets(sizes, allowed):
+    assert {layout.request_bucket(size) for size in sizes} == allowed
+    assert all(layout.request_bucket(size) >= size for size in sizes)
+
+
+@pytest.mark.parametrize("most", [8, 64, 96, 256])
+def test_three_row_buckets_hold_every_step(most):
+    sizes = {rows: layout.row_bucket(rows, most) for rows in range(most + 1)}
+    assert all(size >= rows for rows, size in sizes.items())
+    assert len(set(sizes.values())) <= 3
+
+
 @pytest.mark.parametrize("with_bonus_rows", [True, False])
 def test_a_padded_step_gives_the_result_of_the_unpadded_one(with_bonus_rows):
     rng = np.random.default_rng(0)
@@ -50,8 +65,8 @@ def test_a_padded_step_gives_the_result_of_the_unpadded_one(with_bonus_rows):
         config=FlyConfig(1),
         **bonus,
     )
-    assert padded.draft_token_ids.shape == (8, 8)
-    assert padded.target_logits.shape == (16, vocab)
+    assert padded.draft_token_ids.shape == (8, 16)
+    assert padded.target_logits.shape == (64 if with_bonus_rows else 32, vocab)
     verify = jax.jit(fly_verify)
     start = 0
     for b, n in enumerate(lengths):
@@ -59,7 +74,7 @@ def test_a_padded_step_gives_the_result_of_the_unpadded_one(with_bonus_rows):
         if not with_bonus_rows:
             rows = np.concatenate([rows, np.zeros((1, vocab), np.float32)])
         alone = verify(
-            np.pad(rows, ((0, 8 - n), (0, 0)), constant_values=np.nan)[None],
+            np.pad(rows, ((0, 16 - n), (0, 0)), constant_values=np.nan)[None],
             padded.draft_token_ids[b : b + 1],
             num_draft_tokens=np.array([n], np.int32),
             temperature=temperature[b : b + 1],
@@ -70,7 +85,7 @@ def test_a_padded_step_gives_the_result_of_the_unpadded_one(with_bonus_rows):
             alone_ids = [*alone.token_ids[0, :n].tolist(), b]
         else:
             alone_ids = alone.token_ids[0, : n + 1].tolist()
-        assert result.token_ids[b].tolist() == alone_ids + [-1] * (8 - n)
+        assert result.token_ids[b].tolist() == alone_ids + [-1] * (16 - n)
         start += n + with_bonus_rows
 
 

@@ -5,10 +5,13 @@ import logging
 import multiprocessing.util
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from fly_jax.files import write_whole
 
 logger = logging.getLogger("vllm.fly_jax")
 
@@ -17,9 +20,14 @@ _MOST_PENDING = 256
 
 
 class Counters:
-    """Counts of one process; reading them waits for the device, adding does not."""
+    """Counts of one process; reading them waits for the device, adding does not.
 
-    def __init__(self) -> None:
+    Attributes:
+      counts: by name.
+      seconds: of wall-clock time, by what it was spent on.
+    """
+
+    def __init__(self, about: Mapping[str, Any] | None = None) -> None:
         self.counts = dict.fromkeys(
             (
                 "steps",
@@ -43,7 +51,7 @@ class Counters:
             0,
         )
         self.seconds = {"jax": 0.0, "jax_compiling": 0.0, "vllm": 0.0}
-        self.about: dict[str, Any] = {}
+        self._about = dict(about or {})
         self._pending: list[Any] = []
         self._path: Path | None = None
         self._pid = 0
@@ -60,11 +68,16 @@ class Counters:
         if time.monotonic() - self._written > _SECONDS_BETWEEN_WRITES:
             self.write()
 
+    def add_jax(self, seconds: float, num_compiled: int) -> None:
+        """The time of a step in JAX, apart where programs were compiled in it."""
+        self.seconds["jax_compiling" if num_compiled else "jax"] += seconds
+        self.counts["programs_compiled"] += num_compiled
+
     def as_dict(self) -> dict[str, Any]:
         """Everything counted so far, and JAX's share of the time where vLLM decides as well."""
         self._fold()
         seconds = {f"{name}_seconds": round(value, 6) for name, value in self.seconds.items()}
-        result = {**self.about, **self.counts, **seconds}
+        result = {**self._about, **self.counts, **seconds}
         if self.seconds["vllm"] > 0:
             result["overhead"] = round(self.seconds["jax"] / self.seconds["vllm"], 3)
         return result
@@ -100,9 +113,7 @@ class Counters:
             logger.error("fly_jax cannot write what it counts and records, and goes on: %s", error)
 
     def _replace_file(self, path: Path) -> None:
-        scratch = path.with_suffix(".tmp")
-        scratch.write_text(json.dumps(self.as_dict(), indent=2) + "\n", encoding="utf-8")
-        os.replace(scratch, path)
+        write_whole(path, (json.dumps(self.as_dict(), indent=2) + "\n").encode())
         self._written = time.monotonic()
 
     def _fold(self) -> None:
@@ -116,6 +127,3 @@ class Counters:
     def _finish(self) -> None:
         self.write()
         logger.warning("fly_jax counted (%s): %s", self._path, json.dumps(self.as_dict()))
-
-
-COUNTERS = Counters()

@@ -21,6 +21,7 @@ from fly_jax.bridges import torch_reference
 from fly_jax.bridges.torch_reference import RequestVerification
 from fly_jax.bridges.vllm.v1 import Step
 from fly_jax.config import FlyConfig
+from fly_jax.files import write_whole
 from fly_jax.versions import installed_versions
 
 MARGIN = 1e-4
@@ -177,7 +178,6 @@ def summary(mismatches: list[Mismatch]) -> str:
 
 def save(folder: Path, step: Step, theirs: torch.Tensor, ours: torch.Tensor, mismatches: list[Mismatch]) -> Path:
     """Writes a step whole, or not at all, as an `.npz` without pickles; returns its path."""
-    folder.mkdir(parents=True, exist_ok=True)
     num_requests = len(step.num_draft_tokens)
     tensors = {
         "draft_token_ids": step.draft_token_ids,
@@ -190,16 +190,9 @@ def save(folder: Path, step: Step, theirs: torch.Tensor, ours: torch.Tensor, mis
         "vllm_token_ids": theirs,
         "jax_token_ids": ours,
     }
-    config = step.config
     about = {
         "format": _FORMAT,
-        "config": None
-        if config is None
-        else {
-            "window_size": config.window_size,
-            "entropy_threshold": float(config.entropy_threshold),
-            "entropy_top_k": config.entropy_top_k,
-        },
+        "config": None if step.config is None else step.config.to_dict(),
         "mismatches": [dataclasses.asdict(each) for each in mismatches],
         "device": str(step.target_logits.device),
         "versions": installed_versions(),
@@ -207,16 +200,10 @@ def save(folder: Path, step: Step, theirs: torch.Tensor, ours: torch.Tensor, mis
     arrays = {name: tensor.detach().cpu().numpy() for name, tensor in tensors.items() if tensor is not None}
     arrays["num_draft_tokens"] = np.asarray(step.num_draft_tokens, np.int64)
     arrays["about"] = np.asarray(json.dumps(about))
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"mismatch-{os.getpid()}-{time.time_ns()}.npz"
-    scratch = path.with_suffix(".tmp")
-    try:
-        # Not compressed: the engine waits for it.
-        with scratch.open("wb") as file:
-            np.savez(file, allow_pickle=False, **arrays)
-        os.replace(scratch, path)
-    except BaseException:
-        scratch.unlink(missing_ok=True)
-        raise
+    # Not compressed: the engine waits for it.
+    write_whole(path, lambda file: np.savez(file, allow_pickle=False, **arrays))
     return path
 
 

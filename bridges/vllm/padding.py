@@ -1,33 +1,9 @@
-"""Shape buckets for torch tensors, so that an engine whose batch changes at every step runs a handful of programs.
+"""Padding of torch tensors, on the device where they are: `fly_jax.layout` pads on the host.
 
-With up to 16 drafts each, a mode (greedy, or sampling with or without draft probabilities) compiles at most 8 times for
-up to 32 requests, at most 11 times for up to 128: the request buckets, times the sizes that `row_bucket` allows.
+The sizes are `fly_jax.layout`'s buckets.
 """
 
 import torch
-
-from fly_jax.layout import bucket
-
-
-def request_bucket(num_requests: int) -> int:
-    """1, 8, 32, 128, ...: a single stream keeps its own programs, which pay for no padding request."""
-    size = 1 if num_requests <= 1 else 8
-    while size < num_requests:
-        size *= 4
-    return size
-
-
-def position_bucket(num_positions: int) -> int:
-    """16, 64, 256: positions past a draft cost next to nothing."""
-    size = 16
-    while size < num_positions:
-        size *= 4
-    return size
-
-
-def row_bucket(num_rows: int, most_rows: int) -> int:
-    """A power of two that holds `num_rows`, at least 8 and a quarter of the most rows that the other buckets hold."""
-    return bucket(num_rows, smallest=max(8, bucket(most_rows) // 4))
 
 
 def pad(tensor: torch.Tensor, size: int, fill: float) -> torch.Tensor:

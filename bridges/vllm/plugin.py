@@ -12,6 +12,7 @@ import os
 import sys
 from typing import Any
 
+from fly_jax.bridges.vllm import V1_MODULE, counting
 from fly_jax.bridges.vllm import settings as settings_lib
 
 # A child of vLLM's own logger, which is the only one that vLLM configures.
@@ -38,6 +39,7 @@ def register() -> None:
     _check_fly_variables(settings, version, text)
     _share_the_gpu()
     _reach_ray_workers()
+    # Here and not at the top: it imports torch, and the plugin is imported where it is not asked for, too.
     from fly_jax.bridges.vllm import hooks
 
     hooked = hooks.install(settings)
@@ -64,13 +66,13 @@ def counters() -> dict[str, Any]:
 
     The same is written to `counters-PID.json` in `FLY_JAX_VLLM_FOLDER` every few seconds and at the end.
     """
-    from fly_jax.bridges.vllm import counting
-
-    return counting.COUNTERS.as_dict()
+    session = getattr(getattr(sys.modules.get(V1_MODULE), "rejection_sample", None), "fly_jax_session", None)
+    counters = counting.Counters() if session is None else session.counters
+    return counters.as_dict()
 
 
 def _vllm_version() -> tuple[tuple[int, int], str]:
-    import vllm
+    import vllm  # here, since only an engine has it
 
     text = vllm.__version__
     parts = text.split(".")
@@ -118,7 +120,7 @@ def _share_the_gpu() -> None:
     if given.lower() not in ("false", "0"):
         logger.warning("%s=%s lets JAX take most of a GPU's memory beside vLLM; set it to false", name, given)
     elif "jax" in sys.modules:
-        from fly_jax import compat
+        from fly_jax import compat  # here, since it imports JAX
 
         if compat.gpu_is_initialised():
             logger.warning("JAX started before %s=false could be set: it may hold most of the GPU's memory", name)

@@ -9,7 +9,6 @@ which no request has drafts does not come by. A request that is still reading it
 """
 
 import dataclasses
-import functools
 import logging
 import math
 import multiprocessing.util
@@ -17,7 +16,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +26,10 @@ import numpy as np
 import torch
 from jax import Array
 
-from fly_jax import compat
-from fly_jax.bridges.vllm import counting, v1
-from fly_jax.bridges.vllm.settings import Settings
+from fly_jax.bridges.vllm import v1
+from fly_jax.bridges.vllm.counting import Counters
+from fly_jax.bridges.vllm.interface import Call
+from fly_jax.bridges.vllm.programs import program
 from fly_jax.config import FlyConfig
 from fly_jax.noise import VerifyNoise
 from fly_jax.traces.file import TraceWriter
@@ -47,10 +47,14 @@ class Recorder:
     Attributes:
       config: FLy's settings of every recorded step.
       is_full: whether nothing more is recorded.
+      pid: the number of that process.
     """
 
-    def __init__(self, path: Path, config: FlyConfig | None, max_rows: int, about: Mapping[str, Any]) -> None:
-        self.config, self.is_full = config, False
+    def __init__(
+        self, path: Path, config: FlyConfig | None, max_rows: int, about: Mapping[str, Any], counters: Counters
+    ) -> None:
+        self.config, self.is_full, self.pid = config, False, os.getpid()
+        self._counters = counters
         self._path, self._max_rows, self._num_rows, self._num_steps = path, max_rows, 0, 0
         self._writer = TraceWriter(config, source="vLLM", max_rows=max_rows, **about)
         self._queue: queue.SimpleQueue[tuple[TraceRows, int] | None] = queue.SimpleQueue()
@@ -82,7 +86,7 @@ class Recorder:
             )
             return
         self._num_rows += needed
-        counting.COUNTERS.counts["trace_rows"] += needed
+        self._counters.counts["trace_rows"] += needed
         self._queue.put((rows, self._num_steps))
         self._num_steps += 1
 
@@ -118,24 +122,11 @@ class Recorder:
         try:
             self._writer.save(self._path)
         except OSError as error:
-            counting.COUNTERS.write_failed(error)
-
-
-_RECORDERS: dict[tuple[int, Path], Recorder] = {}
-
-
-def recorder(settings: Settings, config: FlyConfig | None, about: Mapping[str, Any]) -> Recorder:
-    """The recorder of this process, made at the first step, with the setting of that step."""
-    key = (os.getpid(), settings.folder)
-    if key not in _RECORDERS:
-        # A process in a container may have the same number each time it is started.
-        path = settings.folder / f"trace-{key[0]}-{time.time_ns()}.npz"
-        _RECORDERS[key] = Recorder(path, config, settings.record_rows, about)
-    return _RECORDERS[key]
+            self._counters.write_failed(error)
 
 
 def rows_of(
-    call: Mapping[str, Any],
+    call: Call,
     config: FlyConfig | None,
     generators: Mapping[int, torch.Generator],
     default_generator: torch.Generator,
@@ -143,7 +134,7 @@ def rows_of(
     """What a trace holds of a call of `rejection_sample`, as NumPy arrays of `B` requests; waits for the device.
 
     Args:
-      call: its arguments by name.
+      call: its arguments.
       config: FLy's settings, or None for standard verification.
       generators: copies of the requests' own.
       default_generator: a copy of torch's own.
@@ -151,21 +142,21 @@ def rows_of(
     Returns:
       The rows, and how many requests stopped at an invalid one.
     """
-    lengths, logits, metadata = call["num_draft_tokens"], call["target_logits"], call["sampling_metadata"]
-    step = v1.Step(call["draft_token_ids"], lengths, logits, None, call["bonus_token_ids"].reshape(-1), config=config)
+    lengths, logits, metadata = call.num_draft_tokens, call.target_logits, call.sampling_metadata
+    step = v1.Step(call.draft_token_ids, lengths, logits, None, call.bonus_token_ids.reshape(-1), config=config)
     if not metadata.all_greedy:
         step = dataclasses.replace(
             step,
-            draft_probs=call["draft_probs"],
-            sampling=metadata.temperature != 0,
+            draft_probs=call.draft_probs,
+            sampling=v1.sampling_requests(metadata),
             uniform=v1.draw_uniform(lengths, logits.device, generators, default_generator),
         )
-    rows, num_invalid = _program(logits.device)(*v1.crossed(step), num_positions=v1.num_positions(step))
+    rows, num_invalid = program(_trace, logits.device)(*v1.crossed(step), num_positions=v1.num_positions(step))
     rows = jax.tree.map(lambda values: np.asarray(values)[: len(lengths)], rows)
     return rows, int(num_invalid)
 
 
-def as_emitted(rows: TraceRows, num_invalid: int, tokens: torch.Tensor) -> TraceRows:
+def as_emitted(rows: TraceRows, num_invalid: int, tokens: torch.Tensor, counters: Counters) -> TraceRows:
     """The rows of a step with the acceptance of the `tokens` `[B, K + 1]` that vLLM emitted, -1 padded; counts them.
 
     Where JAX would have kept more or less, a decision was near its opposite: the flags of such a cycle are JAX's.
@@ -173,25 +164,10 @@ def as_emitted(rows: TraceRows, num_invalid: int, tokens: torch.Tensor) -> Trace
     num_accepted = (tokens != -1).sum(dim=1).cpu().numpy().astype(np.int32) - 1
     kept = np.arange(rows.flags.shape[1]) < num_accepted[:, None]
     num_deferred = int((kept & ((rows.flags & DEFERRED) > 0)).sum())
-    counters = counting.COUNTERS
     counters.add_step(rows.num_draft_tokens.tolist(), np.array([num_accepted.sum(), num_deferred, num_invalid]))
     counters.counts["trace_cycles_differing"] += int((num_accepted != rows.num_accepted).sum())
     fields: dict[str, Any] = {**vars(rows), "num_accepted": num_accepted}
     return TraceRows(**fields)
-
-
-def num_programs() -> int:
-    """How many programs recording has compiled in this process."""
-    return sum(compat.num_programs(_compiled(platform)) for platform in ("cpu", "gpu"))
-
-
-def _program(device: torch.device) -> Callable[..., tuple[TraceRows, Array]]:
-    return _compiled("cpu" if device.type == "cpu" else "gpu")
-
-
-@functools.cache
-def _compiled(platform: str) -> Callable[..., tuple[TraceRows, Array]]:
-    return jax.jit(_trace, static_argnames=["num_positions"], compiler_options=compat.compiler_options(platform))
 
 
 def _trace(

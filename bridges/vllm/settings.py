@@ -10,7 +10,8 @@ DEFAULT_FOLDER = "fly_jax_vllm"
 DEFAULT_RECORDS = 8
 DEFAULT_RECORD_ROWS = 1_000_000
 
-# FLy before vLLM 0.33, which has fields of the same names in its speculative_config.
+# FLy before vLLM 0.33, which has fields of the same names in its speculative_config. They are those of
+# `FlyConfig.vllm_names`, spelled again since that imports JAX; a test compares them.
 _FLY_FIELDS: dict[str, Callable[[str], Any]] = {
     "rejection_sample_method": str,
     "fly_window_size": int,

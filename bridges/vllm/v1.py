@@ -10,17 +10,17 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
 from jax import Array
 
-from fly_jax import compat
 from fly_jax.bridges import dlpack
-from fly_jax.bridges.vllm import V1_MODULE
-from fly_jax.bridges.vllm.padding import pad, position_bucket, request_bucket, row_bucket
+from fly_jax.bridges.vllm import V1_MODULE, programs
+from fly_jax.bridges.vllm.interface import SamplingMetadata
+from fly_jax.bridges.vllm.padding import pad
 from fly_jax.config import FlyConfig
+from fly_jax.layout import position_bucket, request_bucket, row_bucket
 from fly_jax.noise import VerifyNoise
 from fly_jax.verify import Verification, fly_verify_rows
 
@@ -63,13 +63,13 @@ def rejection_sample(
     draft_probs: torch.Tensor | None,
     target_logits: torch.Tensor,
     bonus_token_ids: torch.Tensor,
-    sampling_metadata: Any,
+    sampling_metadata: SamplingMetadata,
     synthetic_mode: bool = False,
     synthetic_conditional_rates: torch.Tensor | None = None,
     use_fp64_gumbel: bool = False,
     fly_window_size: int | None = None,
     fly_entropy_threshold: float | None = None,
-    fly_entropy_top_k: int = 3,
+    fly_entropy_top_k: int = FlyConfig.entropy_top_k,
 ) -> torch.Tensor:
     """The signature of vLLM 0.33's `vllm.v1.sample.rejection_sampler.rejection_sample`, and of 0.32's without `fly_*`.
 
@@ -130,19 +130,21 @@ def rejection_sample(
     return emitted(verification, len(num_draft_tokens), max_spec_len)
 
 
-def fly_config(window_size: int | None, entropy_threshold: float | None, entropy_top_k: int) -> FlyConfig | None:
+def fly_config(window_size: int | None, entropy_threshold: float | None, entropy_top_k: int | None) -> FlyConfig | None:
     """vLLM's `fly_*` arguments as settings; None where FLy is off."""
     if window_size is None:
         return None
     if entropy_threshold is None:
         raise ValueError("fly_entropy_threshold must be a number of nats when fly_window_size is set, got None")
-    return FlyConfig(window_size, entropy_threshold, entropy_top_k)
+    top_k = FlyConfig.entropy_top_k if entropy_top_k is None else entropy_top_k
+    return FlyConfig(window_size, entropy_threshold, top_k)
 
 
 def vllm_original() -> Callable[..., torch.Tensor]:
     """vLLM's own `rejection_sample`, also where the plugin has put another in its place."""
     function = importlib.import_module(V1_MODULE).rejection_sample
-    return getattr(function, "fly_jax_original", function)
+    session = getattr(function, "fly_jax_session", None)
+    return function if session is None else session.original
 
 
 def draw_step(
@@ -151,7 +153,7 @@ def draw_step(
     draft_probs: torch.Tensor | None,
     target_logits: torch.Tensor,
     bonus_token_ids: torch.Tensor,
-    sampling_metadata: Any,
+    sampling_metadata: SamplingMetadata,
     *,
     config: FlyConfig | None = None,
     generators: Mapping[int, torch.Generator] | None = None,
@@ -182,10 +184,16 @@ def draw_step(
         sampling_metadata.generators if generators is None else generators,
         default_generator,
     )
-    # vLLM sets the temperature of a greedy request to 0 exactly.
     return dataclasses.replace(
-        step, sampling=sampling_metadata.temperature != 0, uniform=uniform, exponential=exponential
+        step, sampling=sampling_requests(sampling_metadata), uniform=uniform, exponential=exponential
     )
+
+
+def sampling_requests(sampling_metadata: SamplingMetadata) -> torch.Tensor:
+    """`[B]` bool: which requests sample; only where not all are greedy."""
+    assert sampling_metadata.temperature is not None, "vLLM has temperatures wherever a request samples"
+    # vLLM sets the temperature of a greedy request to 0 exactly.
+    return sampling_metadata.temperature != 0
 
 
 def draw_uniform(
@@ -279,13 +287,12 @@ def crossed(step: Step) -> tuple[Any, ...]:
 @functools.lru_cache(maxsize=64)
 def _with_array(config: FlyConfig) -> FlyConfig:
     """The threshold as an array, so that another one is not another program."""
-    return dataclasses.replace(config, entropy_threshold=np.float32(config.entropy_threshold))
+    return dataclasses.replace(config, entropy_threshold=np.float32(config.single_threshold))
 
 
 def program(device: torch.device) -> Callable[..., tuple[Verification, Array]]:
     """The jitted function that decides steps on a device of torch's."""
-    # JAX and torch name GPUs apart; only a CPU has options.
-    return _compiled("cpu" if device.type == "cpu" else "gpu")
+    return programs.program(_verify, device)
 
 
 def emitted(verification: Verification, num_requests: int, max_spec_len: int) -> torch.Tensor:
@@ -295,16 +302,6 @@ def emitted(verification: Verification, num_requests: int, max_spec_len: int) ->
         # A small array, as in `crossed`; NumPy waits for it, and the copy is torch's own.
         return torch.tensor(np.asarray(token_ids)[:num_requests, : max_spec_len + 1])
     return dlpack.to_torch(token_ids)[:num_requests, : max_spec_len + 1].contiguous()
-
-
-def num_programs() -> int:
-    """How many programs `verify` has compiled in this process."""
-    return sum(compat.num_programs(_compiled(platform)) for platform in ("cpu", "gpu"))
-
-
-@functools.cache
-def _compiled(platform: str) -> Callable[..., tuple[Verification, Array]]:
-    return jax.jit(_verify, static_argnames=["num_positions"], compiler_options=compat.compiler_options(platform))
 
 
 def _verify(

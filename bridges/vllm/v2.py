@@ -3,24 +3,23 @@
 At function level only: this project has no GPU to run a V2 engine on, and vLLM's CPU wheels run V1.
 """
 
-import functools
 import importlib
-from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
 from jax import Array, lax
 
-from fly_jax import compat
 from fly_jax.bridges import dlpack
-from fly_jax.bridges.vllm.padding import pad, request_bucket, row_bucket
+from fly_jax.bridges.vllm.padding import pad
+from fly_jax.bridges.vllm.programs import program
 from fly_jax.config import FlyConfig
+from fly_jax.layout import request_bucket, row_bucket
 from fly_jax.noise import VllmV2Noise
 from fly_jax.verify import fly_verify_rows
 
+_DEFAULTS = FlyConfig()
 VLLM_MODULE = "vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils"
 
 
@@ -44,8 +43,8 @@ def rejection_sample(
     watermarking_skip_mask: torch.Tensor | None = None,
     watermark_key: int | None = None,
     fly_window_size: int = 0,
-    fly_entropy_threshold: float = 0.3,
-    fly_entropy_top_k: int = 3,
+    fly_entropy_threshold: float = _DEFAULTS.single_threshold,
+    fly_entropy_top_k: int = _DEFAULTS.entropy_top_k,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The signature of vLLM 0.33's `vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils.rejection_sample`.
 
@@ -133,8 +132,7 @@ def rejection_sample(
     def cross(name: str, tensor: torch.Tensor) -> Array:
         return dlpack.to_jax(tensor, name=name)
 
-    compiled = _compiled("cpu" if target_logits.device.type == "cpu" else "gpu")
-    token_ids, num_tokens = compiled(
+    token_ids, num_tokens = program(_verify, target_logits.device)(
         cross("target_logits", pad(target_logits, rows, 0.0)),
         None if draft_logits is None else cross("draft_logits", draft_logits),
         cross("draft_sampled", pad(draft_sampled, rows, -1)),
@@ -154,11 +152,6 @@ def _words(values: torch.Tensor) -> torch.Tensor:
     """`[..., 2]` int32: the low and high words of int64 `values`, which cannot cross without x64."""
     words = values.to(torch.int64).contiguous().view(torch.int32)
     return words.reshape(*values.shape, 2)
-
-
-@functools.cache
-def _compiled(platform: str) -> Callable[..., tuple[Array, Array]]:
-    return jax.jit(_verify, static_argnames=["num_positions"], compiler_options=compat.compiler_options(platform))
 
 
 def _verify(

@@ -3,7 +3,6 @@
 import math
 from pathlib import Path
 
-import numpy as np
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
@@ -46,10 +45,7 @@ def crosscheck(path: Path, *, all_requests: bool) -> None:
 
 def _head(recording: Recording) -> Text:
     step, config = recording.step, recording.step.config
-    fly = "FLy off"
-    if config is not None:
-        threshold = float(np.asarray(config.entropy_threshold))
-        fly = f"FLy W={config.window_size}, threshold {threshold:g} nats, top {config.entropy_top_k}"
+    fly = "FLy off" if config is None else config.label
     versions = ", ".join(f"{name} {version}" for name, version in recording.about["versions"].items())
     shape = (
         f"{len(step.num_draft_tokens)} requests, {len(step.draft_token_ids)} drafts, V = {step.target_logits.shape[1]}"

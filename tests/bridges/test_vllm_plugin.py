@@ -14,9 +14,13 @@ from test_vllm_replacements import metadata, random_step
 torch = pytest.importorskip("torch")
 
 from fly_jax import FlyConfig  # noqa: E402
-from fly_jax.bridges.vllm import counting, crosscheck, hooks, plugin, settings, v1  # noqa: E402
+from fly_jax.bridges.vllm import counting, crosscheck, hooks, interface, plugin, settings, v1  # noqa: E402
 
 pytestmark = pytest.mark.torch
+
+
+def test_the_variables_are_named_as_the_fields_of_flyconfig():
+    assert {"rejection_sample_method", *FlyConfig.vllm_names().values()} == settings._FLY_FIELDS.keys()
 
 
 @pytest.mark.parametrize("value", [None, ""])
@@ -145,9 +149,6 @@ def vllm(monkeypatch, tmp_path):
             monkeypatch.delenv(name)
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     monkeypatch.setenv("FLY_JAX_VLLM_FOLDER", str(tmp_path))
-    counters = counting.Counters()
-    monkeypatch.setattr(counting, "COUNTERS", counters)
-    monkeypatch.setattr(hooks, "COUNTERS", counters)
     monkeypatch.setattr(counting.multiprocessing.util, "Finalize", lambda *_, **__: None)
 
     def install(mode, *, variables=(), change=lambda module: None, **options):
@@ -312,7 +313,7 @@ def test_crosscheck_leaves_vllm_its_tokens_its_generators_and_its_inputs(vllm):
     step = random_step(np.random.default_rng(1), [4, 3], draft_probs=True)
     inputs = {name: value.clone() for name, value in step.items() if isinstance(value, torch.Tensor)}
     torch.manual_seed(9)
-    expected = module.rejection_sample.fly_jax_original(**step, sampling_metadata=metadata([1.0, 1.0]))
+    expected = module.rejection_sample.fly_jax_session.original(**step, sampling_metadata=metadata([1.0, 1.0]))
     after = torch.get_rng_state()
     torch.manual_seed(9)
     tokens = module.rejection_sample(**step, sampling_metadata=metadata([1.0, 1.0], generators))
@@ -360,7 +361,7 @@ def test_a_folder_that_cannot_be_written_stops_the_start_and_not_the_service(vll
     with pytest.raises(OSError, match="folder"):
         module.rejection_sample(**undecided_step())
     (tmp_path / "folder").unlink()
-    counting.COUNTERS._pid = 0
+    module.rejection_sample.fly_jax_session.counters._pid = 0
     module.rejection_sample(**undecided_step())
     shutil.rmtree(tmp_path / "folder")
     (tmp_path / "folder").write_text("in the way")
@@ -578,7 +579,7 @@ def test_registering_without_being_asked_imports_nothing():
 
 def test_registering_imports_no_jax(tmp_path):
     """vLLM registers in every process of an engine, and only its workers verify."""
-    parameters = ", ".join(hooks._PARAMETERS)
+    parameters = ", ".join(interface.PARAMETERS_WITHOUT_FLY)
     code = (
         "import sys, types\n"
         "def module(name, **names):\n"
@@ -593,7 +594,7 @@ def test_registering_imports_no_jax(tmp_path):
         f"module({hooks.V1_MODULE!r}, rejection_sample=rejection_sample, RejectionSampler=RejectionSampler)\n"
         "from fly_jax.bridges.vllm import plugin\n"
         "plugin.register()\n"
-        f"assert sys.modules[{hooks.V1_MODULE!r}].rejection_sample.fly_jax_original is rejection_sample\n"
+        f"assert sys.modules[{hooks.V1_MODULE!r}].rejection_sample.fly_jax_session.original is rejection_sample\n"
         "assert plugin.counters()['steps'] == 0\n"
         "assert 'jax' not in sys.modules\n"
     )

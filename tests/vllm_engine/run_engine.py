@@ -50,9 +50,9 @@ def main(settings_path, result_path):
     started = time.perf_counter()
 
     if settings.get("mend"):
-        from fly_jax.bridges.vllm import hooks
+        from fly_jax.bridges.vllm import V1_MODULE, cpu_repairs
 
-        hooks.mend_cpu(sys.modules[hooks.V1_MODULE])
+        cpu_repairs.install(sys.modules[V1_MODULE])
     if settings.get("record"):
         _record_steps(settings["record"])
     prompts = [each if isinstance(each, str) else {"prompt_token_ids": each} for each in settings["prompts"]]

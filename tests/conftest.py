@@ -12,7 +12,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")  # unless the caller chose otherwi
 
 # Compiling is most of the time that tests take, so it is done quickly unless FLY_JAX_TESTS_FULL is set: then the
 # compiler optimises as it does for users.
-QUICK_COMPILATION = {"xla_backend_optimization_level": 0}
+# One part of a program after the other: cut into many to compile them side by side, it takes more processor time.
+QUICK_COMPILATION = {"xla_backend_optimization_level": 0, "xla_cpu_parallel_codegen_split_count": 1}
 if tuple(map(int, importlib.metadata.version("jax").split(".")[:2])) < (0, 11):
     QUICK_COMPILATION["xla_cpu_use_fusion_emitters"] = False
 # For the few tests of what the compiler itself gets wrong, or of what it keeps in memory.

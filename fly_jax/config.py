@@ -63,6 +63,10 @@ class FlyConfig:
         if self.window_size is not None:
             _check_int("window_size", self.window_size, minimum=1)
         _check_int("entropy_top_k", self.entropy_top_k, minimum=1)
+        for name in ("window_size", "entropy_top_k"):
+            # NumPy's integers are integers too, but not for JSON.
+            value = getattr(self, name)
+            object.__setattr__(self, name, None if value is None else int(value))
         threshold: Any = self.entropy_threshold
         _check_threshold("entropy_threshold", threshold)
         if isinstance(threshold, list | tuple):

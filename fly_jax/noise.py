@@ -35,7 +35,7 @@ class VerifyNoise:
 
     def __post_init__(self) -> None:
         # Here, because jax.jit narrows a NumPy float64 to the nearest float32 before anything is traced.
-        uniform = self.uniform
+        uniform = np.asarray(self.uniform) if isinstance(self.uniform, np.generic) else self.uniform
         if isinstance(uniform, jax.Array | np.ndarray) and uniform.dtype == np.float64:
             object.__setattr__(self, "uniform", round_up(uniform))
 

@@ -179,6 +179,7 @@ def fly_verify_rows(
     Raises:
       TypeError, ValueError: as `fly_verify`.
     """
+    edge.check_kind(config)
     inputs = edge.inputs_of(
         target_logits,
         row_index,
@@ -195,7 +196,7 @@ def fly_verify_rows(
         min_p=min_p,
         vocab_size=vocab_size,
     )
-    edge.check_config(config, inputs.draft_token_ids.shape[0])
+    edge.check_threshold(config, inputs.draft_token_ids.shape[0])
     return _verify(edge.with_randomness(inputs, key, noise), config)
 
 

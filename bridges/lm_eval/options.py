@@ -9,13 +9,19 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from fly_jax import defaults
 from fly_jax.config import FlyConfig, SamplingParams
 from fly_jax.decode.checks import check_choice, check_int, parse_numbers
-from fly_jax.decode.options import DRAFTERS, DecodeOptions, drafter_options, fly_config, sampling_params
+from fly_jax.decode.options import (
+    DRAFTERS,
+    SAMPLING_OFF,
+    DecodeOptions,
+    check_exclusions,
+    drafter_options,
+    fly_config,
+    sampling_params,
+)
 from fly_jax.errors import UserError
 
 NO_DRAFTER = "none"
 REJECTION_SAMPLE_METHODS = ("standard", "fly")
-
-_SAMPLING_OFF = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +97,9 @@ class ModelArgs:
         check_choice("drafter", self.drafter, (*DRAFTERS, NO_DRAFTER))
         check_int("max_gen_toks", self.max_gen_toks, least=1)
         drafter = None
-        if self.drafter != NO_DRAFTER:
+        if self.drafter == NO_DRAFTER:
+            check_exclusions(NO_DRAFTER, draft_model=self.draft_model, skip_layers=self._layers())
+        else:
             drafter = drafter_options(
                 self.drafter,
                 draft_model=self.draft_model,
@@ -161,14 +169,14 @@ class GenerationSettings:
         until, max_tokens, samples = (given.pop(name) for name in ("until", "max_gen_toks", "do_sample"))
         if given.pop("num_beams", 1) != 1:
             raise UserError("generation_kwargs has num_beams, but beam search is not available here: leave it out.")
-        unknown = sorted(given.keys() - _SAMPLING_OFF.keys())
+        unknown = sorted(given.keys() - SAMPLING_OFF.keys())
         if unknown:
             raise UserError(
                 f"generation_kwargs has {unknown[0]}, which is not available here; there are until, max_gen_toks, "
-                f"do_sample, {', '.join(_SAMPLING_OFF)}."
+                f"do_sample, {', '.join(SAMPLING_OFF)}."
             )
         # Who asks for sampling and names no temperature means that of the model, as elsewhere in the harness.
-        values = {**_SAMPLING_OFF, **({"temperature": 1.0} if samples else {}), **given}
+        values = {**SAMPLING_OFF, **({"temperature": 1.0} if samples else {}), **given}
         for name, value in values.items():
             if not isinstance(value, int | float) or isinstance(value, bool):
                 raise UserError(f"generation_kwargs has {name}={value!r}: it must be a number.")

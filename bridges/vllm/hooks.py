@@ -8,17 +8,15 @@ import importlib
 import inspect
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from fly_jax.bridges.vllm import V1_MODULE, cpu_repairs
 from fly_jax.bridges.vllm.counting import Counters
 from fly_jax.bridges.vllm.interface import PARAMETERS, PARAMETERS_WITHOUT_FLY, Call, found
+from fly_jax.bridges.vllm.session import Session
 from fly_jax.bridges.vllm.settings import Settings
-
-if TYPE_CHECKING:
-    from fly_jax.bridges.vllm.recording import Recorder
 
 logger = logging.getLogger("vllm.fly_jax")
 
@@ -43,37 +41,27 @@ def install(settings: Settings) -> list[str]:
         raise RuntimeError(f"FLY_JAX_VLLM: {V1_MODULE}.rejection_sample has other parameters than known: {parameters}")
     hooked = ["rejection_sample", "RejectionSampler.__init__", "RejectionSampler.forward"]
     is_cpu = importlib.import_module("vllm.platforms").current_platform.is_cpu()
-    if settings.mode == "replace" and is_cpu:
-        hooked += cpu_repairs.install(module)
+    # Whatever can be refused comes first, so that nothing is left half hooked.
     if not is_cpu or importlib.import_module("vllm.triton_utils").HAS_TRITON:
         _refuse_v2()
-    session = Session(settings, original)
-    hook: Any = functools.wraps(original)(lambda *args, **kwargs: session.rejection_sample(*args, **kwargs))
-    hook.fly_jax_session = session
-    module.__dict__["rejection_sample"] = hook
-    sampler.__init__ = session.initialise_instead_of(sampler.__init__)
-    sampler.forward = session.forward_instead_of(sampler.forward)
+    if settings.mode == "replace" and is_cpu:
+        hooked += cpu_repairs.install(module)
+    session = Session(settings, original, Counters({"mode": settings.mode}))
+    hook = Hook(session)
+    function: Any = functools.wraps(original)(lambda *args, **kwargs: hook.rejection_sample(*args, **kwargs))
+    function.fly_jax_session = session
+    module.__dict__["rejection_sample"] = function
+    sampler.__init__ = hook.initialise_instead_of(sampler.__init__)
+    sampler.forward = hook.forward_instead_of(sampler.forward)
     return hooked
 
 
-class Session:
-    """All that the plugin holds in a process of an engine; an attribute of the function in vLLM's place.
+class Hook:
+    """What runs in the place of vLLM's functions, on one session."""
 
-    Attributes:
-      settings: what the variables say.
-      original: vLLM's own `rejection_sample`.
-      counters: what was verified.
-      speculation: of the sampler that was made last, for the trace: an engine has one.
-      recorder: the trace under way, from the first recorded step on.
-    """
-
-    def __init__(self, settings: Settings, original: Callable[..., torch.Tensor]) -> None:
-        self.settings = settings
-        self.original = original
-        self.counters = Counters({"mode": settings.mode})
-        self.speculation: dict[str, Any] = {"num_speculative_tokens": 1}
-        self.recorder: Recorder | None = None
-        self._signature = inspect.signature(original)
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self._signature = inspect.signature(session.original)
         # Of the sampler whose forward is running: vLLM 0.32 calls rejection_sample without FLy's settings.
         self._fly: contextvars.ContextVar[dict[str, Any] | None] = contextvars.ContextVar(
             "fly_jax_settings", default=None
@@ -81,15 +69,15 @@ class Session:
 
     def rejection_sample(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """What stands in the place of vLLM's function of that name."""
-        self.counters.keep_in(self.settings.folder)
+        self.session.counters.keep_in(self.session.settings.folder)
         call = self._call(args, kwargs)
-        original = functools.partial(self.original, *args, **kwargs)
+        original = functools.partial(self.session.original, *args, **kwargs)
         if call.synthetic_mode or call.use_fp64_gumbel:
             return self._left_to_vllm(original)
         # Here, since JAX is to start in no process but the one that verifies.
         from fly_jax.bridges.vllm import steps
 
-        return steps.MODES[self.settings.mode](self, call, original)
+        return steps.MODES[self.session.settings.mode](self.session, call, original)
 
     def _call(self, args: Any, kwargs: Any) -> Call:
         bound = self._signature.bind(*args, **kwargs)
@@ -97,27 +85,27 @@ class Session:
         return Call(**{**(self._fly.get() or {}), **bound.arguments})
 
     def _left_to_vllm(self, original: Callable[[], torch.Tensor]) -> torch.Tensor:
-        self.counters.counts["steps_left_to_vllm"] += 1
-        if self.counters.counts["steps_left_to_vllm"] == 1:
+        self.session.counters.counts["steps_left_to_vllm"] += 1
+        if self.session.counters.counts["steps_left_to_vllm"] == 1:
             logger.warning(
                 "fly_jax leaves steps of synthetic acceptance or float64 Gumbel noise to vLLM's own function"
             )
-            self.counters.write()
+            self.session.counters.write()
         return original()
 
     def initialise_instead_of(self, original: Callable[..., None]) -> Callable[..., None]:
         """A `RejectionSampler.__init__` that knows FLy's settings."""
-        settings = self.settings
+        session = self.session
 
         @functools.wraps(original)
         def initialise(
             sampler_self: Any, sampler: Any, spec_config: Any = None, device: torch.device | None = None
         ) -> None:
-            fly = _fly_arguments(settings, spec_config)
-            if settings.mode == "record":
-                self.speculation = _speculation(spec_config)
+            fly = _fly_arguments(session.settings, spec_config)
+            if session.settings.mode == "record":
+                session.speculation = _speculation(spec_config)
             method = getattr(spec_config, "rejection_sample_method", None)
-            if settings.mode == "replace" and method == "fly" and device is not None and device.type == "cpu":
+            if session.settings.mode == "replace" and method == "fly" and device is not None and device.type == "cpu":
                 # vLLM refuses FLy on a CPU, for its Triton kernels, and uses the device for synthetic acceptance only.
                 device = None
             original(sampler_self, sampler, spec_config, device)
@@ -185,7 +173,11 @@ def _speculation(spec_config: Any) -> dict[str, Any]:
 
 def _refuse_v2() -> None:
     """An engine that verifies with vLLM's V2 model runner goes past what is hooked: it must say so, not go on."""
-    sampler = found(importlib.import_module(V2_MODULE), "RejectionSampler")
+    try:
+        module = importlib.import_module(V2_MODULE)
+    except ImportError as error:
+        raise RuntimeError(f"FLY_JAX_VLLM: this vLLM has no {V2_MODULE}, which fly_jax has to hook") from error
+    sampler = found(module, "RejectionSampler")
 
     def refuse(self: Any, *args: Any, **kwargs: Any) -> None:
         raise RuntimeError(

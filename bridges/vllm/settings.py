@@ -20,7 +20,7 @@ _FLY_FIELDS: dict[str, Callable[[str], Any]] = {
 }
 _PREFIX = "FLY_JAX_"
 _OWN = ("FLY_JAX_VLLM", "FLY_JAX_VLLM_FOLDER", "FLY_JAX_VLLM_RECORDS", "FLY_JAX_VLLM_RECORD_ROWS")
-_OTHERS = ("FLY_JAX_CACHE", "FLY_JAX_TEST_")
+_OTHERS = ("FLY_JAX_CACHE", "FLY_JAX_TEST", "FLY_JAX_VLLM_SOURCE")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,17 +6,14 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 
 from fly_jax.bridges.vllm import crosscheck, programs, recording, v1
 from fly_jax.bridges.vllm.crosscheck import Mismatch
 from fly_jax.bridges.vllm.interface import Call
+from fly_jax.bridges.vllm.session import Session
 from fly_jax.config import FlyConfig
-
-if TYPE_CHECKING:
-    from fly_jax.bridges.vllm.hooks import Session
 
 logger = logging.getLogger("vllm.fly_jax")
 

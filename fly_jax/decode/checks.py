@@ -3,6 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
+
 from fly_jax.errors import UserError
 
 _Number = TypeVar("_Number", int, float)
@@ -32,8 +34,8 @@ def check_int(name: str, value: Any, *, least: int) -> None:
     Raises:
       UserError: it is none.
     """
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**32:
-        raise UserError(f"{name} must be an integer of at least {least}, got {value!r}.")
+    if not isinstance(value, int | np.integer) or isinstance(value, bool) or not least <= value < 2**32:
+        raise UserError(f"{name} must be an integer from {least} to 2**32 - 1, got {value!r}.")
 
 
 def check_choice(name: str, value: Any, allowed: Sequence[str]) -> None:

@@ -17,7 +17,8 @@ from fly_jax.decode.checks import check_choice, check_int
 from fly_jax.decode.drafters import DRAFT_SAMPLE_METHODS, PromptLookup
 from fly_jax.errors import UserError
 
-_SAMPLING_OFF = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+SAMPLING_OFF = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+"""The value of each sampling parameter at which it has no effect."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +84,12 @@ class LayerSkipOptions:
 
     def __post_init__(self) -> None:
         check_choice("draft_sample_method", self.draft_sample_method, DRAFT_SAMPLE_METHODS)
+        if self.skip_layers is not None:
+            if not self.skip_layers:
+                raise UserError("skip_layers must name a layer, or be left out for the default ones, got none.")
+            for layer in self.skip_layers:
+                check_int("skip_layers", layer, least=0)
+            object.__setattr__(self, "skip_layers", tuple(self.skip_layers))
 
 
 DrafterOptions = NgramOptions | DraftModelOptions | LayerSkipOptions
@@ -128,7 +135,12 @@ class DecodeOptions:
         check_int("seed", self.seed, least=0)
         if self.max_model_len is not None:
             check_int("max_model_len", self.max_model_len, least=2)
+        if not isinstance(self.drafter, DrafterOptions | None):
+            raise UserError(f"drafter must be the options of a drafter, or None, got {self.drafter!r}.")
+        object.__setattr__(self, "sampling", _checked(self.sampling))
         if self.fly is not None:
+            if not isinstance(self.fly, FlyConfig):
+                raise UserError(f"fly must be a FlyConfig, or None, got {self.fly!r}.")
             if self.drafter is None:
                 raise UserError("FLy needs draft tokens, and no drafter is chosen: choose one.")
             object.__setattr__(self, "fly", _settled(self.fly, self.num_speculative_tokens))
@@ -186,13 +198,10 @@ def drafter_options(
       UserError: the name is another one, or options do not go together.
     """
     check_choice(spelled("drafter"), name, DRAFTERS)
+    check_exclusions(name, draft_model=draft_model, skip_layers=skip_layers, spelled=spelled)
+    check_int(spelled("prompt_lookup_max"), prompt_lookup_max, least=1)
+    check_int(spelled("prompt_lookup_min"), prompt_lookup_min, least=1)
     chosen = f"{spelled('drafter')} "
-    for option, value, needed in (
-        ("draft_model", draft_model, DraftModelOptions.name),
-        ("skip_layers", skip_layers, LayerSkipOptions.name),
-    ):
-        if value is not None and name != needed:
-            raise UserError(f"{spelled(option)} needs {chosen}{needed}, got {name}.")
     if name == LayerSkipOptions.name:
         return LayerSkipOptions(skip_layers, draft_sample_method)
     if name == DraftModelOptions.name:
@@ -204,6 +213,22 @@ def drafter_options(
             f"{spelled('draft_sample_method')} {draft_sample_method} needs a drafter that samples, got {chosen}{name}."
         )
     return NgramOptions(prompt_lookup_max, prompt_lookup_min)
+
+
+def check_exclusions(
+    name: str, *, draft_model: str | None, skip_layers: tuple[int, ...] | None, spelled: Callable[[str], str] = str
+) -> None:
+    """Refuses the options of one drafter beside the name of another, or of none.
+
+    Raises:
+      UserError: there is one.
+    """
+    for option, value, needed in (
+        ("draft_model", draft_model, DraftModelOptions.name),
+        ("skip_layers", skip_layers, LayerSkipOptions.name),
+    ):
+        if value is not None and name != needed:
+            raise UserError(f"{spelled(option)} needs {spelled('drafter')} {needed}, got {name}.")
 
 
 def fly_config(*, window_size: int | None, entropy_threshold: float, entropy_top_k: int) -> FlyConfig:
@@ -229,25 +254,42 @@ def sampling_params(
     """
     if not math.isfinite(temperature):
         raise UserError(f"{spelled('temperature')} must be a finite number, at least 0, got {temperature}.")
-    if temperature == _SAMPLING_OFF["temperature"]:
+    if temperature == SAMPLING_OFF["temperature"]:
         return SamplingParams()
     # What is off is left out: a mask costs passes over the vocabulary also where it keeps everything.
     return SamplingParams(
         temperature=temperature,
-        top_k=None if top_k == _SAMPLING_OFF["top_k"] else top_k,
-        top_p=None if top_p == _SAMPLING_OFF["top_p"] else top_p,
-        min_p=None if min_p == _SAMPLING_OFF["min_p"] else min_p,
+        top_k=None if top_k == SAMPLING_OFF["top_k"] else top_k,
+        top_p=None if top_p == SAMPLING_OFF["top_p"] else top_p,
+        min_p=None if min_p == SAMPLING_OFF["min_p"] else min_p,
     )
 
 
 def sampling_fields(sampling: SamplingParams) -> dict[str, float]:
     """The numbers by name, for JSON: what is off as the number that turns it off."""
-    given = {name: getattr(sampling, name) for name in _SAMPLING_OFF}
-    return {name: off if given[name] is None else np.asarray(given[name]).item() for name, off in _SAMPLING_OFF.items()}
+    given = {name: getattr(sampling, name) for name in SAMPLING_OFF}
+    return {name: off if given[name] is None else np.asarray(given[name]).item() for name, off in SAMPLING_OFF.items()}
+
+
+def _checked(sampling: SamplingParams) -> SamplingParams:
+    """The same, if it is one finite number for each; greedy where the temperature is 0."""
+    given = {name: getattr(sampling, name) for name in SAMPLING_OFF if getattr(sampling, name) is not None}
+    for name, value in given.items():
+        if np.ndim(value) != 0 or not math.isfinite(value):
+            raise UserError(f"{name} must be one finite number for all requests, got {value}.")
+    if "temperature" not in given and given:
+        raise UserError(f"{next(iter(given))} needs a temperature: without one nothing is sampled.")
+    return SamplingParams() if given.get("temperature") == SAMPLING_OFF["temperature"] else sampling
 
 
 def _settled(fly: FlyConfig, num_speculative_tokens: int) -> FlyConfig:
     """The settings with W for this K."""
+    try:
+        threshold = fly.single_threshold
+    except ValueError as error:
+        raise UserError(f"{error}.") from error
+    if math.isnan(threshold):
+        raise UserError("entropy_threshold must be a number of nats, got nan.")
     if num_speculative_tokens < 2:
         raise UserError(f"num_speculative_tokens must be at least 2 with FLy, got {num_speculative_tokens}.")
     if fly.window_size is not None and fly.window_size >= num_speculative_tokens:

@@ -45,7 +45,9 @@ def make_drafter(options: DecodeOptions, target: LoadedModel, progress: Progress
     if isinstance(drafter, NgramOptions):
         return PromptLookup(k, drafter.prompt_lookup_max, drafter.prompt_lookup_min)
     if isinstance(drafter, LayerSkipOptions):
-        layers = drafter.skip_layers or default_skip_layers(target.config.num_layers)
+        layers = drafter.skip_layers
+        if layers is None:
+            layers = default_skip_layers(target.config.num_layers)
         return LayerSkip(layers, k, drafter.draft_sample_method)
     draft = load_model(drafter.draft_model, progress=progress)
     return DraftModel(draft.decoder, k, drafter.draft_sample_method, vocab_mapping_of(target, draft))

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fly_jax.config import FlyConfig
-from fly_jax.decode.checks import check_choice
+from fly_jax.decode.checks import check_choice, check_int
 from fly_jax.decode.options import DecodeOptions
 from fly_jax.errors import UserError
 from fly_jax.evaluation.tasks import SPLITS
@@ -41,6 +41,7 @@ class EvaluationOptions:
 
     def __post_init__(self) -> None:
         check_choice("--split", self.split, (*SPLITS, ALL))
+        check_int("--min-batches", self.min_batches, least=1)
         _check_different("--batch-sizes", self.batch_sizes, least=1)
         _check_different("--seeds", self.seeds, least=0)
         if self.decode.sampling.temperature is None and len(self.seeds) > 1:
@@ -50,7 +51,10 @@ class EvaluationOptions:
             )
         fly = []
         for config in self.fly:
-            settled = dataclasses.replace(self.decode, fly=config).fly
+            try:
+                settled = dataclasses.replace(self.decode, fly=config).fly
+            except UserError as error:
+                raise UserError(f"--fly ({config.label}): {error}") from error
             assert settled is not None
             if settled in fly:
                 raise UserError(f"--fly: {settled.label} is there twice.")
@@ -96,6 +100,6 @@ def _identity(path: str | None) -> str | None:
 
 
 def _check_different(option: str, numbers: tuple[int, ...], *, least: int) -> None:
-    if min(numbers) < least or len(set(numbers)) < len(numbers) or max(numbers) >= 2**32:
+    if not numbers or min(numbers) < least or len(set(numbers)) < len(numbers) or max(numbers) >= 2**32:
         given = ",".join(map(str, numbers))
         raise UserError(f"{option} must be different numbers from {least} to 2**32 - 1, got {given!r}.")

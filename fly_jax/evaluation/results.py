@@ -75,7 +75,7 @@ def open_results(
     if not path.is_file():
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            write_whole(path, _line(header))
+            write_whole(path, _line(header), replace=False)
         except OSError as error:
             raise UserError(f"--output {folder} cannot be written to: {error}.") from error
         return ResultFile(path, [])

@@ -182,8 +182,8 @@ def inputs_of(
     params = check_sampling_params(temperature, top_k, top_p, min_p, num_requests)
     if draft_temperature is not None and draft_logits is None:
         raise ValueError("draft_temperature divides draft_logits, which were not given")
+    given = arrays.per_request("draft_temperature", draft_temperature, sizes)
     if draft is not None and draft_logits is not None and params is not None:
-        given = arrays.per_request("draft_temperature", draft_temperature, sizes)
         draft = dataclasses.replace(draft, temperature=params.temperature if given is None else given)
     return Inputs(
         logits=logits,
@@ -221,17 +221,25 @@ def with_randomness(inputs: Inputs, key: Array | None, noise: Noise | None) -> I
     return dataclasses.replace(inputs, sampling=sampling)
 
 
-def check_config(config: FlyConfig | None, num_requests: int) -> None:
-    """Checks FLy's settings against the batch they are for.
+def check_kind(config: FlyConfig | None) -> None:
+    """Refuses what are no settings of FLy.
 
     Raises:
-      TypeError: it is no `FlyConfig`, or the threshold's dtype is wrong.
-      ValueError: the threshold's shape is wrong.
+      TypeError: it is neither a `FlyConfig` nor None.
+    """
+    if config is not None and not isinstance(config, FlyConfig):
+        raise TypeError(f"config must be a FlyConfig, or None for standard verification, got {type(config).__name__}")
+
+
+def check_threshold(config: FlyConfig | None, num_requests: int) -> None:
+    """Checks FLy's threshold against the batch it is for.
+
+    Raises:
+      TypeError: its dtype is wrong.
+      ValueError: its shape is wrong.
     """
     if config is None:
         return
-    if not isinstance(config, FlyConfig):
-        raise TypeError(f"config must be a FlyConfig, or None for standard verification, got {type(config).__name__}")
     threshold = config.entropy_threshold
     if isinstance(threshold, float):
         return

@@ -1,1 +1,1 @@
-"""The rule of FLy, one module a section; private: what a user calls stands in `fly_jax`."""
+"""The rule of FLy; `docs/rule.md` says which module holds which section. Private: what a user calls stands in `fly_jax`."""

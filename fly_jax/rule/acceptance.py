@@ -1,4 +1,4 @@
-"""Stage 2: native acceptance, the decision of standard lossless verification at every position."""
+"""Section 1 of the rule: native acceptance, the decision of standard lossless verification at every position."""
 
 import dataclasses
 
@@ -25,7 +25,7 @@ class Acceptance:
 
 
 def accept(inputs: Inputs, target: TargetScores, draft: DraftDistribution | None, noise: Noise | None) -> Acceptance:
-    """Section 1 of the rule: greedy by argmax, sampling by `p >= u`, or `p / q >= u` with a draft distribution.
+    """Greedy by argmax, sampling by `p >= u`, or `p / q >= u` with a draft distribution.
 
     `noise` is None when every request is greedy.
     """

@@ -1,4 +1,4 @@
-"""Stage 3: which native rejections are deferred, that is, which rejected draft tokens are kept."""
+"""Sections 2 and 3 of the rule: which native rejections are deferred, that is, which rejected draft tokens are kept."""
 
 import dataclasses
 
@@ -25,7 +25,10 @@ class Deferral:
 
 
 def defer(inputs: Inputs, target: TargetScores, native: Acceptance, config: FlyConfig | None) -> Deferral:
-    """Sections 2 and 3 of the rule: the entropy gate, looked at only where the window lets a rejection be deferred."""
+    """A rejection is kept if the next W positions are natively accepted, inside the draft, and the gate is open.
+
+    The entropy is looked at only where everything else lets a rejection be deferred.
+    """
     num_positions = native.accepted.shape[1]
     nowhere = Deferral(jnp.zeros_like(native.accepted), jnp.full(native.accepted.shape, jnp.nan, jnp.float32))
     if config is None or num_positions < 2:

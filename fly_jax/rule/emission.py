@@ -1,4 +1,4 @@
-"""Stage 4: the token after the accepted prefix, from the one row per request that produces it."""
+"""Section 4 of the rule: the token after the accepted prefix, from the one row per request that produces it."""
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -14,7 +14,7 @@ from fly_jax.rule.scoring import DraftDistribution, TargetScores
 def emit(
     inputs: Inputs, target: TargetScores, draft: DraftDistribution | None, noise: Noise | None, num_accepted: Array
 ) -> tuple[Array, Array]:
-    """Section 4 of the rule, and section 6 where the row is not a distribution.
+    """A sample or the argmax of that row; where it is not a distribution, the argmax over what is finite.
 
     `noise` is None when every request is greedy.
 

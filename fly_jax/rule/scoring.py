@@ -1,4 +1,4 @@
-"""Stage 1: one read of the logit rows gives what acceptance needs. No probability tensor is ever built."""
+"""What the sections of the rule need of a row: one read of the logit rows gives what acceptance needs. No probability tensor is ever built."""
 
 import dataclasses
 import functools
@@ -50,7 +50,7 @@ class TargetScores:
       logits: `[N, V]`, as given.
       vocab_size: int32 scalar or None.
       statistics: of the processed rows.
-      valid: `[N]` bool: the row is a distribution, or one a greedy request can take its argmax from (section 6).
+      valid: `[N]` bool: the row is a distribution, or one a greedy request can take its argmax from.
       softmax: of the processed rows.
       entropy_top_k: what the entropy is taken over.
       threshold: `[N]` float32, the smallest logit the masks keep; None when nothing is masked.

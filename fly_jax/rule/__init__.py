@@ -1,1 +1,1 @@
-"""The rule of FLy; `docs/rule.md` says which module holds which section. Private: what a user calls stands in `fly_jax`."""
+"""The rule of FLy; `docs/rule.md` says which module holds which section. Private: users import from `fly_jax`."""

@@ -1,4 +1,4 @@
-"""What the sections of the rule need of a row: one read of the logit rows gives what acceptance needs. No probability tensor is ever built."""
+"""What the sections of the rule need of a row, from one read of it. No probability tensor is ever built."""
 
 import dataclasses
 import functools

@@ -230,8 +230,15 @@ ROWS_MODES = [
 ]
 
 
-@pytest.mark.parametrize("bonus", [False, True], ids=["bonus row", "bonus token"])
-@pytest.mark.parametrize("mode", ROWS_MODES, ids=lambda mode: mode.name)
+@pytest.mark.parametrize(
+    ("mode", "bonus"),
+    [
+        pytest.param(ROWS_MODES[0], False, id="greedy-bonus row"),
+        pytest.param(ROWS_MODES[0], True, id="greedy-bonus token", marks=pytest.mark.slow),
+        pytest.param(ROWS_MODES[1], False, id="draft probabilities-bonus row", marks=pytest.mark.slow),
+        pytest.param(ROWS_MODES[1], True, id="draft probabilities-bonus token"),
+    ],
+)
 def test_fly_verify_rows_matches(mode, bonus, count_traces, report):
     """Rows in any order, entries that are not needed pointing nowhere, rows that nobody owns full of NaN."""
     verify, traces = count_traces(fly_jax.fly_verify_rows)

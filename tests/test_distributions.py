@@ -173,7 +173,7 @@ def total_variation(logits):
     return 0.5 * np.abs(share - exact).sum()
 
 
-@pytest.mark.parametrize("vocab", [16, 600])
+@pytest.mark.parametrize("vocab", [16, pytest.param(600, marks=pytest.mark.slow)])
 def test_float32_sampling_error_is_a_rounding_of_the_edges(vocab, report):
     """Half a grid step, and as much for the sums, at each edge between blocks and between the columns of one."""
     rng = np.random.default_rng(vocab)

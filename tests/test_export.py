@@ -38,7 +38,7 @@ def arguments(mode, seed=0):
 @pytest.mark.parametrize(
     ("mode", "platforms"),
     [
-        ("greedy", ("cpu",)),
+        pytest.param("greedy", ("cpu",), marks=pytest.mark.slow),
         ("greedy", ("cpu", "cuda", "rocm", "tpu")),
         ("one-hot drafts", ("cpu", "cuda", "rocm")),
         pytest.param("draft probabilities, top-p", ("cpu", "cuda", "rocm"), marks=pytest.mark.slow),

@@ -141,8 +141,8 @@ MUTATIONS = [
     Mutation(
         "greedy drafts are taken for drawn ones",
         "rule/scoring.py",
-        "one_hot = thresholds.is_greedy(inputs.draft_temperature)",
-        "one_hot = jnp.zeros_like(inputs.greedy)",
+        "one_hot = thresholds.is_greedy(draft.temperature)",
+        "one_hot = jnp.zeros(draft.temperature.shape, bool)",
         "test_against_reference.py::test_fly_verify_matches[draft logits, vLLM V2's noise, own temperature]",
     ),
     Mutation(

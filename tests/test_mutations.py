@@ -3,14 +3,21 @@
 import mutations
 import pytest
 
-pytestmark = pytest.mark.slow
+
+@pytest.mark.parametrize("mutation", mutations.MUTATIONS, ids=lambda mutation: mutation.name)
+def test_the_mutation_applies(mutation):
+    source = (mutations.ROOT / "fly_jax" / mutation.file).read_text()
+    assert source.count(mutation.old) == 1
+    assert (mutations.ROOT / "tests" / mutation.test.split("::")[0]).is_file()
 
 
+@pytest.mark.slow
 def test_the_unchanged_copy_passes(tmp_path):
     mutations.copy_package(tmp_path)
     assert mutations.run(tmp_path, sorted({mutation.test for mutation in mutations.MUTATIONS})) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutation", mutations.MUTATIONS, ids=lambda mutation: mutation.name)
 def test_the_mutation_is_caught(mutation, tmp_path):
     mutations.copy_package(tmp_path)

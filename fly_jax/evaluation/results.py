@@ -75,7 +75,7 @@ def open_results(
     if not path.is_file():
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            write_whole(path, _line(header), replace=False)
+            write_whole(path, _line(header), replace=False, sync=True)
         except OSError as error:
             raise UserError(f"--output {folder} cannot be written to: {error}.") from error
         return ResultFile(path, [])

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import smollm2 as real_model
 from flax import nnx
 from tiny_models import TOKENS, write_tokenizer
 
@@ -117,7 +118,7 @@ MESSAGES = [
 
 @pytest.fixture(scope="module")
 def smollm2():
-    return load_model(default_model_path())
+    return real_model.loaded()
 
 
 @pytest.fixture(scope="module")

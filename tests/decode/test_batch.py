@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import smollm2
 from near_ties import gap_at_first_difference
 from test_generate import CONFIG, DECODER, MAX_MODEL_LEN, OTHER_DECODER, K, generator
 
@@ -14,6 +15,7 @@ from fly_jax.config import SamplingParams
 from fly_jax.decode.drafters import DraftModel, LayerSkip, PromptLookup, default_skip_layers
 from fly_jax.decode.generate import Generator
 from fly_jax.errors import UserError
+from fly_jax.evaluation.tasks import load_tasks
 from fly_jax.noise import request_keys
 
 LENGTHS = (75, 1, 2, 64, 65, 66, 17)
@@ -138,12 +140,8 @@ def test_bad_batches_are_refused(arguments, message):
 
 @pytest.mark.model
 @pytest.mark.parametrize("name", ["target-only", "ngram", "draft-model", "layer-skip"])
-def test_smollm2_in_batches_equals_one_by_one(name, report):
-    from fly_jax.decode.checkpoints.default import default_model_path
-    from fly_jax.decode.checkpoints.load import load_model
-    from fly_jax.evaluation.tasks import load_tasks
-
-    loaded = load_model(default_model_path())
+def test_smollm2_in_a_batch_gives_the_texts_of_the_target_alone(name, report):
+    loaded = smollm2.loaded()
     drafter = {
         "target-only": None,
         "ngram": PromptLookup(8),
@@ -151,16 +149,16 @@ def test_smollm2_in_batches_equals_one_by_one(name, report):
         "draft-model": DraftModel(loaded.decoder, 4),
         "layer-skip": LayerSkip(default_skip_layers(loaded.config.num_layers), 3),
     }[name]
-    chats = [loaded.tokenizer.apply_chat_template(task.messages) for task in load_tasks(None)[::6][:16]]
-    prompts = [loaded.tokenizer.encode(chat) for chat in chats]
-    decoding = Generator(loaded.decoder, drafter=drafter, max_model_len=448)
+    prompts = sorted((smollm2.prompt_of(task.messages) for task in load_tasks(None)), key=len)[::12]
+    assert len(prompts) == 8
+    decoding = smollm2.generator(drafter)
     arguments = {"max_tokens": 16, "eos_token_ids": loaded.tokenizer.eos_token_ids}
-    alone = [decoding.generate(prompt, **arguments) for prompt in prompts]
-    for batch_size in (4, 16) if name == "ngram" else (16,):
+    alone = [smollm2.target_only(prompt, 16) for prompt in prompts]
+    for batch_size in (3, 8) if name == "ngram" else (8,):
         batches = [
             each
             for i in range(0, len(prompts), batch_size)
-            for each in decoding.generate_batch(prompts[i : i + batch_size], **arguments)
+            for each in decoding.generate_batch(prompts[i : i + batch_size], batch_size=batch_size, **arguments)
         ]
         count = differing(loaded.decoder, prompts, batches, alone)
         report(f"{name}, B = {batch_size}: {count} of {len(prompts)} texts differ, at near-ties")

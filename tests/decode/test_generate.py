@@ -10,14 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.stats
+import smollm2
 from near_ties import gap_at_first_difference
 
 from fly_jax import FlyConfig
 from fly_jax.config import SamplingParams
 from fly_jax.decode import generate
-from fly_jax.decode.drafters import Draft, DraftModel, LayerSkip, PromptLookup
+from fly_jax.decode.drafters import Draft, DraftModel, LayerSkip, PromptLookup, default_skip_layers
 from fly_jax.decode.generate import Generator
 from fly_jax.decode.model import DecoderConfig, KVCache, random_decoder
+from fly_jax.decode.prompts import BUILTIN_PROMPTS
 from fly_jax.errors import UserError
 
 CONFIG = DecoderConfig(
@@ -270,31 +272,23 @@ def test_standard_sampling_emits_the_targets_distribution(method, num_requests, 
 @pytest.mark.model
 @pytest.mark.parametrize("name", ["ngram", "draft-model", "layer-skip"])
 def test_smollm2_standard_equals_target_only(name, report):
-    from fly_jax.decode.checkpoints.default import default_model_path
-    from fly_jax.decode.checkpoints.load import load_model
-    from fly_jax.decode.drafters import default_skip_layers
-    from fly_jax.decode.prompts import BUILTIN_PROMPTS
-
-    loaded = load_model(default_model_path())
+    loaded = smollm2.loaded()
     drafter = {
         "ngram": lambda: PromptLookup(16),
         # The target as its own draft model: every draft should be accepted.
         "draft-model": lambda: DraftModel(loaded.decoder, 4),
         "layer-skip": lambda: LayerSkip(default_skip_layers(loaded.config.num_layers), 8),
     }[name]()
-    reference = Generator(loaded.decoder, max_model_len=320)
-    standard = Generator(loaded.decoder, drafter=drafter, max_model_len=320)
+    standard = smollm2.generator(drafter)
+    arguments = {"max_tokens": 64, "eos_token_ids": loaded.tokenizer.eos_token_ids}
     num_near_ties, cycles, tokens = 0, 0, 0
     for prompt in BUILTIN_PROMPTS:
-        chat = loaded.tokenizer.apply_chat_template([{"role": "user", "content": prompt.text}])
-        token_ids = loaded.tokenizer.encode(chat)
-        results = [
-            each.generate(token_ids, max_tokens=128, eos_token_ids=loaded.tokenizer.eos_token_ids)
-            for each in (reference, standard)
-        ]
-        cycles, tokens = cycles + results[1].num_cycles, tokens + len(results[1].token_ids)
-        if results[0].token_ids != results[1].token_ids:
+        token_ids = smollm2.prompt_of([{"role": "user", "content": prompt.text}])
+        result = standard.generate(token_ids, **arguments)
+        texts = smollm2.target_only(token_ids, 64).token_ids, result.token_ids
+        cycles, tokens = cycles + result.num_cycles, tokens + len(result.token_ids)
+        if texts[0] != texts[1]:
             num_near_ties += 1
-            assert gap_at_first_difference(loaded.decoder, token_ids, *(each.token_ids for each in results)) < 1e-3
+            assert gap_at_first_difference(loaded.decoder, token_ids, *texts) < 1e-3
     report(f"{name}: {num_near_ties} of {len(BUILTIN_PROMPTS)} texts differ, {tokens / cycles:.2f} tokens a cycle")
     assert num_near_ties == 0

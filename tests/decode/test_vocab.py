@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import small_tokenizers
+import smollm2
 
 from fly_jax.cli import app as cli
 from fly_jax.cli import generate as command
 from fly_jax.config import SamplingParams
-from fly_jax.decode.checkpoints.default import default_model_path
 from fly_jax.decode.checkpoints.load import load_model
 from fly_jax.decode.decoder_config import DecoderConfig
 from fly_jax.decode.drafters import DraftContext, DraftModel, check_drafter, empty_draft
@@ -294,16 +294,12 @@ def test_what_cannot_be_mapped_is_one_line(monkeypatch, capsys, folders, draft, 
 
 @pytest.mark.model
 def test_smollm2_under_other_numbers_drafts_what_it_accepts(report):
-    loaded = load_model(default_model_path())
+    loaded = smollm2.loaded()
     target = loaded.tokenizer.vocabulary(loaded.config.vocab_size)
     drafter = with_weights_of(loaded.decoder, target, shuffled(target))
-    chat = loaded.tokenizer.apply_chat_template([{"role": "user", "content": BUILTIN_PROMPTS[-1].text}])
-    token_ids = loaded.tokenizer.encode(chat)
-    reference, standard = (
-        Generator(loaded.decoder, drafter=each, max_model_len=256).generate(token_ids, max_tokens=24)
-        for each in (None, drafter)
-    )
-    assert standard.token_ids == reference.token_ids
+    token_ids = smollm2.prompt_of([{"role": "user", "content": BUILTIN_PROMPTS[-1].text}])
+    standard = smollm2.generator(drafter).generate(token_ids, max_tokens=24)
+    assert standard.token_ids == smollm2.target_only(token_ids, 24).token_ids
     report(f"{drafter.vocab_mapping.num_common_tokens} tokens in common, {standard.num_cycles} cycles")
     assert drafter.vocab_mapping.num_common_tokens == target.size
     assert float(standard.counts.acceptance_rate()) == 1.0
@@ -312,8 +308,7 @@ def test_smollm2_under_other_numbers_drafts_what_it_accepts(report):
 @pytest.mark.model
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_common_with_smollm2_decode_to_the_same_text(kind, report):
-    loaded = load_model(default_model_path())
-    draft = trained(kind)
+    loaded, draft = smollm2.loaded(), trained(kind)
     mapping = VocabMapping.between(loaded.tokenizer.vocabulary(loaded.config.vocab_size), draft)
     report(f"{mapping.num_common_tokens} tokens in common")
     assert mapping.num_common_tokens > 100

@@ -24,6 +24,8 @@ from fly_jax.traces import file as trace_file
 from fly_jax.traces import replay as sweep
 
 pytestmark = pytest.mark.vllm
+# In one process of the run, which starts each unmodified engine once.
+compared_with_unmodified = pytest.mark.xdist_group("unmodified")
 
 torch.set_num_threads(1)  # as in the engines: two threads on a busy machine wait for each other
 
@@ -148,6 +150,7 @@ def unmodified(tmp_path_factory):
 @pytest.mark.parametrize(
     ("method", "in_process"), [("ngram", True), ("ngram", False), ("draft_model", False), ("scripted", True)]
 )
+@compared_with_unmodified
 def test_replace_with_fly_off_gives_the_tokens_of_vllm(method, in_process, unmodified, tmp_path):
     script = unmodified.greedy_script() if method == "scripted" else None
     replaced = engine(tmp_path, method, in_process=in_process, environment={"FLY_JAX_VLLM": "replace"}, script=script)
@@ -161,6 +164,7 @@ def test_replace_with_fly_off_gives_the_tokens_of_vllm(method, in_process, unmod
     assert "fly_jax counted" in replaced["printed"]
 
 
+@compared_with_unmodified
 def test_crosscheck_of_a_hundred_steps_finds_nothing_real(unmodified, tmp_path, report):
     steps, near = 0, 0
     for method in ("ngram", "draft_model", "scripted"):
@@ -177,6 +181,7 @@ def test_crosscheck_of_a_hundred_steps_finds_nothing_real(unmodified, tmp_path, 
     report(f"{steps} steps, {near} near-ties, 0 real mismatches")
 
 
+@compared_with_unmodified
 def test_record_gives_the_tokens_of_vllm_and_a_trace_of_them(unmodified, tmp_path, report):
     recorded = engine(tmp_path, "ngram", in_process=False, environment={"FLY_JAX_VLLM": "record"})
     assert recorded["tokens"] == unmodified("ngram")["tokens"]
@@ -202,10 +207,6 @@ def test_crosscheck_of_sampling_finds_nothing_real(tmp_path, report):
 
 def sampled(**options):
     return [{**GREEDY, "temperature": 0.8, "top_p": 0.95, "seed": seed, **options} for seed in range(len(MESSAGES))]
-
-
-def acceptance(run):
-    return run["metrics"]["accepted_tokens"] / run["metrics"]["draft_tokens"]
 
 
 def numpy_verification(step):
@@ -254,20 +255,14 @@ def test_fly_in_an_engine_decides_as_both_references(tmp_path, report):
 
 
 def test_sampling_is_right_on_a_cpu(tmp_path, report):
-    """Unmodified vLLM loses the temperature there, and stops at a top-k in a step without drafts: reported only, since
-    it reads memory that nobody wrote."""
-    runs = {}
-    for name, environment, sampling in (
-        ("unmodified", {"VLLM_PLUGINS": ""}, sampled()),
-        ("replace", {"FLY_JAX_VLLM": "replace"}, sampled(top_k=50)),
-    ):
-        (tmp_path / name).mkdir()
-        runs[name] = engine(tmp_path / name, "ngram", environment=environment, sampling=sampling)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            logprob = model.mean_logprob(Path(folders()[0]), prompts(), runs[name]["tokens"])
-        report(f"{name}: {acceptance(runs[name]):.2f} accepted, {logprob:.2f} nats a token by the target alone")
-    assert acceptance(runs["replace"]) > 0.1
+    """Unmodified vLLM loses the temperature there, and stops at a top-k in a step without drafts."""
+    run = engine(tmp_path, "ngram", environment={"FLY_JAX_VLLM": "replace"}, sampling=sampled(top_k=50))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logprob = model.mean_logprob(Path(folders()[0]), prompts(), run["tokens"])
+    accepted = run["metrics"]["accepted_tokens"] / run["metrics"]["draft_tokens"]
+    report(f"{accepted:.2f} accepted, {logprob:.2f} nats a token by the target alone")
+    assert accepted > 0.1
     assert logprob > -2.0  # text as the target would sample it
 
 

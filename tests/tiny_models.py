@@ -87,9 +87,11 @@ def _interleave(rows, num_heads):
     return rows[order]
 
 
-def write_gguf(path, config, tensors, architecture="llama", drop=(), fields=(), extra=(), quantization=None):
+def write_gguf(
+    path, config, tensors, architecture="llama", drop=(), fields=(), extra=(), quantization=None, split_max_tensors=0
+):
     """Writes a model under llama.cpp's names. `fields` and `extra` add to the metadata and the tensors."""
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=split_max_tensors)
     values = {
         "block_count": config.num_layers,
         "context_length": config.max_position_embeddings,

@@ -26,6 +26,8 @@ from fly_jax.versions import run_versions
 # A child of the harness's logger, which shows what it logs.
 logger = logging.getLogger("lm_eval.fly_jax")
 
+_BREAK = "FlyJaxBreaksOffHere"
+
 
 @register_model("fly_jax")
 class FlyJaxLM(TemplateLM):
@@ -86,17 +88,20 @@ class FlyJaxLM(TemplateLM):
         """The text of a conversation; without `add_generation_prompt` it breaks off where its last message does.
 
         Raises:
-          UserError: the model has no template, or it refuses the messages or changes the last one.
+          UserError: the model has no template, or it refuses the messages or does not write the last one once.
         """
-        text = self.tokenizer.apply_chat_template(chat_history, add_generation_prompt)
         if add_generation_prompt:
-            return text
-        last = chat_history[-1]["content"]
-        for begun in (last, last.strip()):
-            position = text.rfind(begun)
-            if position >= 0:
-                return text[: position + len(begun)]
-        raise UserError(f"The model's chat template changes the beginning of an answer {last!r}: leave gen_prefix out.")
+            return self.tokenizer.apply_chat_template(chat_history)
+        *before, last = chat_history
+        # Where the answer breaks off is found by what stands there: its own words may occur elsewhere in the text.
+        marked = {**last, "content": last["content"] + _BREAK}
+        text = self.tokenizer.apply_chat_template([*before, marked], add_generation_prompt=False)
+        if text.count(_BREAK) != 1:
+            raise UserError(
+                f"The model's chat template does not write the beginning of an answer {last['content']!r} once: leave "
+                "gen_prefix out."
+            )
+        return text[: text.index(_BREAK)]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """One text per request, cut before the first of its stop strings."""
@@ -182,7 +187,7 @@ class FlyJaxLM(TemplateLM):
             eos_token_ids=end_token_ids,
             seed=[(self.options.seed + i) % 2**32 for i in batch],
             batch_size=self._batch_size,
-            should_stop=functools.partial(self._has_stop, settings.until) if settings.until else None,
+            find_end=functools.partial(self._end, settings.until) if settings.until else None,
         )
         figures = Figures.of_batch(generations)
         self._total = figures if self._total is None else self._total + figures
@@ -192,11 +197,19 @@ class FlyJaxLM(TemplateLM):
             texts.append(postprocess_generated_text(self.tokenizer.decode(token_ids), list(settings.until), None))
         return texts
 
-    def _has_stop(self, until: Sequence[str], token_ids: Sequence[int]) -> bool:
-        # A token is at least a byte, so a stop string that a cycle completed lies within these last ones.
-        last = self.options.num_speculative_tokens + 1 + max(len(each.encode()) for each in until)
-        text = self.tokenizer.decode(token_ids[-last:])
-        return any(each in text for each in until)
+    def _end(self, until: Sequence[str], token_ids: Sequence[int]) -> int | None:
+        """How many of the tokens there are when the first stop string is complete; None if there is none."""
+
+        def has_stop(count: int) -> bool:
+            # A token is at least a byte, so what ends with this cycle begins within the last tokens before it.
+            text = self.tokenizer.decode(token_ids[max(0, first - longest) : count])
+            return any(each in text for each in until)
+
+        longest = max(len(each.encode()) for each in until)
+        first = max(0, len(token_ids) - self.options.num_speculative_tokens - 1)
+        if not has_stop(len(token_ids)):
+            return None
+        return next(count for count in range(first + 1, len(token_ids) + 1) if has_stop(count))
 
     def _stop_token_ids(self, until: Sequence[str]) -> frozenset[int]:
         """Special tokens among the stop strings: they leave no text to be found in."""

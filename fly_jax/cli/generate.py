@@ -97,7 +97,7 @@ def prompts_of(texts: Sequence[str] | None, path: Path | None) -> list[Prompt]:
     given = list(texts or [])
     if path is not None:
         try:
-            given.append(path.read_text(encoding="utf-8"))
+            given.append(path.read_text(encoding="utf-8-sig"))
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"--prompt-file {path} cannot be read: {error}.") from error
     if any(not text.strip() for text in given):

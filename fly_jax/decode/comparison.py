@@ -54,7 +54,7 @@ class Figures:
       num_differing: tokens to insert, delete or replace to get target-only's texts; None when these are not known, or
         drawn at random.
       num_deferred: tokens kept by a deferral.
-      counts: of the verified drafts, also past the end of a text.
+      counts: of the verified drafts, each text's up to its end.
     """
 
     num_tokens: int

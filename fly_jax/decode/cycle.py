@@ -14,9 +14,8 @@ from jax import Array
 from fly_jax.config import FlyConfig, SamplingParams
 from fly_jax.decode.drafters import Draft, DraftContext, Drafter
 from fly_jax.decode.model import Decoder, KVCache
-from fly_jax.metrics import AcceptanceCounts
 from fly_jax.traces.record import TraceRows, trace_rows
-from fly_jax.verify import Verification, fly_verify
+from fly_jax.verify import fly_verify
 
 
 @jax.tree_util.register_dataclass
@@ -33,7 +32,6 @@ class DecodeState:
       drafter_state: the drafter's own.
       keys: `[B]` keys of the requests; the step is folded in by the cycle.
       step: int32 scalar, cycles so far.
-      counts: of all cycles that verified drafts, for each request: every leaf has a leading axis `[B]`.
     """
 
     history: Array
@@ -44,7 +42,6 @@ class DecodeState:
     drafter_state: Any
     keys: Array
     step: Array
-    counts: AcceptanceCounts
 
 
 @jax.tree_util.register_dataclass
@@ -57,6 +54,7 @@ class CycleOutput:
       num_tokens: `[B]` int32, how many were emitted.
       deferred: `[B, K]` bool, which of them FLy kept against the target's choice.
       num_draft_tokens: `[B]` int32, how many drafts are pending now.
+      invalid: `[B]` bool, whether the last token came from a row that is not a distribution.
       trace: what a trace holds of the cycle; None unless it is recorded.
     """
 
@@ -64,6 +62,7 @@ class CycleOutput:
     num_tokens: Array
     deferred: Array
     num_draft_tokens: Array
+    invalid: Array
     trace: TraceRows | None = None
 
 
@@ -118,12 +117,12 @@ def cycle(
         cache=cache.advance(num_tokens),
         step=state.step + 1,
     )
-    if speculate:
-        counts = _counts_per_request(verification, num_draft_tokens)
-        state = dataclasses.replace(state, counts=jax.tree.map(jnp.add, state.counts, counts))
     if drafter is not None:
         state = _propose(decoder, drafter, state, sampling)
-    return state, CycleOutput(token_ids, num_tokens, verification.deferred, state.draft.num_draft_tokens, trace)
+    output = CycleOutput(
+        token_ids, num_tokens, verification.deferred, state.draft.num_draft_tokens, verification.invalid, trace
+    )
+    return state, output
 
 
 def _propose(decoder: Decoder, drafter: Drafter, state: DecodeState, sampling: SamplingParams) -> DecodeState:
@@ -135,17 +134,6 @@ def _propose(decoder: Decoder, drafter: Drafter, state: DecodeState, sampling: S
     room = jnp.maximum(state.limit - state.length - 1, 0)
     draft = dataclasses.replace(draft, num_draft_tokens=jnp.minimum(draft.num_draft_tokens, room))
     return dataclasses.replace(state, draft=draft, drafter_state=drafter_state, cache=cache)
-
-
-def _counts_per_request(verification: Verification, num_draft_tokens: Array) -> AcceptanceCounts:
-    """Counts of each request for itself, nothing for one without drafts: what others draft makes no difference."""
-
-    def count(verification: Verification, num_draft_tokens: Array) -> AcceptanceCounts:
-        alone = jax.tree.map(lambda each: each[None], (verification, num_draft_tokens))
-        counts = AcceptanceCounts.from_verification(*alone)
-        return jax.tree.map(lambda each: jnp.where(num_draft_tokens > 0, each, 0), counts)
-
-    return jax.vmap(count)(verification, num_draft_tokens)
 
 
 def _append(history: Array, length: Array, token_ids: Array) -> Array:

@@ -6,6 +6,7 @@ of histories and caches.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -159,10 +160,12 @@ class PromptLookup:
         best = jnp.max(matched * history.shape[1] + index, 1, keepdims=True)
         end = best % history.shape[1]
         found = best // history.shape[1] >= self.prompt_lookup_min
-        source = end + 1 + jnp.arange(self.num_speculative_tokens, dtype=jnp.int32)[None]
+        # Where the continuation reaches the end of the history, it is what begins after the match: the text is taken to
+        # go on with the same period.
+        period = jnp.maximum(last - end, 1)
+        source = end + 1 + jnp.arange(self.num_speculative_tokens, dtype=jnp.int32)[None] % period
         token_ids = jnp.take_along_axis(history, jnp.minimum(source, history.shape[1] - 1), 1)
-        available = jnp.minimum(last - end, self.num_speculative_tokens)
-        return Draft(token_ids, jnp.where(found, available, 0)[:, 0]), None, context.cache
+        return Draft(token_ids, jnp.where(found, self.num_speculative_tokens, 0)[:, 0]), None, context.cache
 
 
 @jax.tree_util.register_dataclass
@@ -176,6 +179,8 @@ class DraftModel:
       draft_sample_method: "greedy", or "probabilistic": drawn as the target samples.
       vocab_mapping: between the target's vocabulary and the decoder's, which only drafts greedily then; None if they
         are the same.
+      padded_apart: whether only the padding columns of the two models' logits differ in number: the tokens are the
+        same, and the draft's logits are cut or filled up (with -inf) to the target's columns.
 
     Raises:
       UserError: a setting is out of range, or excluded by another.
@@ -185,6 +190,7 @@ class DraftModel:
     num_speculative_tokens: int = dataclasses.field(metadata={"static": True})
     draft_sample_method: str = dataclasses.field(default="greedy", metadata={"static": True})
     vocab_mapping: VocabMapping | None = None
+    padded_apart: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def __post_init__(self) -> None:
         _check_num_speculative_tokens(self.num_speculative_tokens)
@@ -215,14 +221,18 @@ class DraftModel:
         newest = (context.length - 1 - first)[:, None, None]
         logits = self.decoder.logits(jnp.take_along_axis(hidden, newest, 1))[:, 0]
         state = dataclasses.replace(state, length=context.length)
-        mapping = self.vocab_mapping
-        constrain = None if mapping is None else mapping.constrain_draft_logits
+        mapping, constrain = self.vocab_mapping, None
+        if mapping is not None:
+            constrain = mapping.constrain_draft_logits
+        elif self.padded_apart:
+            constrain = functools.partial(_with_columns, context.decoder.config.vocab_size)
         draft, state = _draft_one_by_one(self.decoder, logits, state, context, self, constrain=constrain)
         if mapping is not None:
             draft = dataclasses.replace(draft, token_ids=mapping.map_draft_to_target_ids(draft.token_ids))
         return draft, state, context.cache
 
     def _own_ids(self, token_ids: Array) -> Array:
+        # A padding column of the target has no counterpart: `Decoder` reads the last token instead.
         return token_ids if self.vocab_mapping is None else self.vocab_mapping.map_target_to_draft_ids(token_ids)
 
 
@@ -265,6 +275,14 @@ class LayerSkip:
         return draft, None, dataclasses.replace(cache, length=context.cache.length)
 
 
+def _with_columns(num_columns: int, logits: Array) -> Array:
+    """`logits` `[B, V]` with as many columns as asked for: padding is cut off, or added as -inf."""
+    missing = num_columns - logits.shape[1]
+    return (
+        logits[:, :num_columns] if missing <= 0 else jnp.pad(logits, ((0, 0), (0, missing)), constant_values=-jnp.inf)
+    )
+
+
 def default_skip_layers(num_layers: int) -> tuple[int, ...]:
     """The layers `LayerSkip` leaves out unless told: a run of 2 in 15 that starts 2/5 of the way up.
 
@@ -289,7 +307,7 @@ def check_drafter(drafter: Drafter, decoder: Decoder) -> None:
     if isinstance(drafter, DraftModel):
         ours, theirs, mapping = drafter.decoder.config.vocab_size, decoder.config.vocab_size, drafter.vocab_mapping
         mapped = (theirs, theirs) if mapping is None else (mapping.draft_vocab_size, mapping.target_vocab_size)
-        if mapped != (ours, theirs):
+        if mapped != (ours, theirs) and not (mapping is None and drafter.padded_apart):
             given = "none" if mapping is None else f"one between {mapped[0]} and {mapped[1]}"
             raise UserError(
                 f"The draft model's vocabulary has {ours} tokens and the target's {theirs}; they must be the same, "
@@ -356,7 +374,7 @@ def _drawing(
     def draw(logits: Array, position: Array) -> tuple[Array, Array | None]:
         keys = jax.vmap(jax.random.fold_in, (0, None))(context.keys, position)
         return draft_token(
-            logits,
+            logits if constrain is None else constrain(logits),
             keys,
             temperature=temperature,
             top_k=sampling.top_k,

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,11 +37,11 @@ class Generation:
     Attributes:
       token_ids: emitted tokens, the end-of-sequence token included.
       deferred: for each of them, whether FLy kept it against the target's choice.
-      counts: of all verified drafts, also past an end-of-sequence token.
+      counts: of the verified drafts up to the text's last token; drafts past it are as if they had not been made.
       num_cycles: target steps after prefill until the text was done.
       prefill_seconds: time of filling the caches with the prompts of the batch: the same for all of its texts.
       decode_seconds: time of the cycles of the batch until its last text was done: the same for all of its texts.
-      finish_reason: "stop" at an end-of-sequence token or where `should_stop` said so, "length" at the limit.
+      finish_reason: "stop" at an end-of-sequence token or where `find_end` found one, "length" at the limit.
     """
 
     token_ids: tuple[int, ...]
@@ -57,23 +58,55 @@ class _Text:
     """A text while it is decoded."""
 
     max_tokens: int
+    eos_token_ids: Collection[int]
+    find_end: Callable[[Sequence[int]], int | None] | None
+    counts: AcceptanceCounts
     token_ids: list[int] = dataclasses.field(default_factory=list)
     deferred: list[bool] = dataclasses.field(default_factory=list)
     num_cycles: int = 0
     finish_reason: str | None = None
 
-    def extend(self, token_ids: list[int], deferred: list[bool], eos_token_ids: Collection[int]) -> None:
-        """Adds what a cycle emitted, up to an end token or the limit."""
-        end = next((i for i, token_id in enumerate(token_ids) if token_id in eos_token_ids), None)
-        kept = token_ids if end is None else token_ids[: end + 1]
-        self.token_ids += kept
+    def extend(self, token_ids: list[int], deferred: Array, num_draft_tokens: int, *, invalid: bool) -> None:
+        """Adds and counts what a cycle emitted, up to the end of the text."""
+        before = len(self.token_ids)
+        end = next((before + i + 1 for i, each in enumerate(token_ids) if each in self.eos_token_ids), None)
+        self.token_ids = [*self.token_ids, *token_ids][:end]
+        found = None if self.find_end is None else self.find_end(self.token_ids)
+        self.token_ids = self.token_ids[:found]
+        num_kept = len(self.token_ids) - before
         # The last token of a cycle is the target's own and has no deferral flag.
-        self.deferred += [*deferred, False][: len(kept)]
+        self.deferred += [*deferred.tolist(), False][:num_kept]
         self.num_cycles += 1
-        if end is not None:
+        if num_draft_tokens > 0:
+            counts = _counts(num_kept, len(token_ids), deferred, num_draft_tokens, invalid=invalid)
+            self.counts = jax.tree.map(np.add, self.counts, counts)
+        if end is not None or found is not None:
             self.finish_reason = "stop"
         elif len(self.token_ids) >= self.max_tokens:
             self.finish_reason = "length"
+
+
+def _counts(
+    num_kept: int, num_tokens: int, deferred: Array, num_draft_tokens: int, *, invalid: bool
+) -> AcceptanceCounts:
+    """Of a cycle with drafts: what it emitted past the `num_kept` tokens might as well not have been drafted."""
+
+    def count(values: Any) -> Any:
+        return np.asarray(values, np.int32)
+
+    is_cut = num_kept < num_tokens
+    num_drafted, num_accepted = (num_kept, num_kept) if is_cut else (num_draft_tokens, num_tokens - 1)
+    position = np.arange(len(deferred))
+    return AcceptanceCounts(
+        num_requests=count(1),
+        num_drafts=count(1),
+        num_tokens=count(num_kept),
+        drafted_per_position=count(position < num_drafted),
+        accepted_per_position=count(position < num_accepted),
+        deferred_per_position=count(deferred & (position < num_kept)),
+        num_stops=count(num_accepted < num_drafted),
+        num_invalid=count(invalid and not is_cut),
+    )
 
 
 def context_length(decoder: Decoder, drafter: Drafter | None) -> int:
@@ -112,8 +145,8 @@ class Generator:
             check_drafter(drafter, decoder)
         self.max_model_len = max_model_len
         # A cache must have room for the widest step, however short the context.
-        k = 0 if drafter is None else drafter.num_speculative_tokens
-        self._capacity = max(max_model_len, PREFILL_CHUNK, k + 1)
+        self._num_speculative_tokens = 0 if drafter is None else drafter.num_speculative_tokens
+        self._capacity = max(max_model_len, PREFILL_CHUNK, self._num_speculative_tokens + 1)
         self._decoder, self._drafter = decoder, drafter
         # Flattening a module costs a share of a millisecond: once here, instead of in every cycle.
         self._weights, structure = jax.tree.flatten((decoder, drafter))
@@ -123,10 +156,10 @@ class Generator:
         )
 
     def check_prompt(self, prompt_token_ids: Sequence[int]) -> None:
-        """Refuses a prompt that leaves no room for output.
+        """Refuses a prompt that cannot be read, or leaves no room for output.
 
         Raises:
-          UserError: the prompt is empty or too long.
+          UserError: the prompt is empty, too long, or has a token that the model does not know.
         """
         if not prompt_token_ids:
             raise UserError("The prompt is empty.")
@@ -134,6 +167,13 @@ class Generator:
             raise UserError(
                 f"The prompt has {len(prompt_token_ids)} tokens and the context {self.max_model_len}; "
                 f"shorten it to at most {self.max_model_len - 1}."
+            )
+        num_tokens = self._decoder.config.vocab_size
+        outside = [each for each in prompt_token_ids if not 0 <= each < num_tokens]
+        if outside:
+            raise UserError(
+                f"The prompt has the token id {outside[0]}, but the model has only {num_tokens} tokens: leave out what "
+                "its tokenizer has beyond them."
             )
 
     def generate(
@@ -171,7 +211,7 @@ class Generator:
         batch_size: int | None = None,
         on_tokens: Callable[[int], None] | None = None,
         on_trace: Callable[[TraceRows, np.ndarray], None] | None = None,
-        should_stop: Callable[[Sequence[int]], bool] | None = None,
+        find_end: Callable[[Sequence[int]], int | None] | None = None,
     ) -> list[Generation]:
         """Decodes prompts of any lengths together; each advances by what it accepts, until all are done.
 
@@ -190,7 +230,8 @@ class Generator:
           on_tokens: called after each cycle with the number of tokens so far, of all texts.
           on_trace: called after each cycle with what a trace holds of it and `[batch_size]` bool, which requests took
             part. Recording costs another look at the logits: None does without.
-          should_stop: called after each cycle with the tokens of each text that would go on; True ends it.
+          find_end: called after each cycle with the tokens of each text so far; how many of them are the whole text, at
+            least one of the cycle's, or None where it goes on.
 
         Returns:
           One text for each prompt, in their order.
@@ -207,7 +248,11 @@ class Generator:
         seeds = _each("seed", seed, len(prompts), 0, 2**32 - 1)
         keys = _keys(seeds[0] if isinstance(seed, int | np.integer) else seeds, size)
         limits = [min(len(prompt) + each, self.max_model_len) for prompt, each in zip(prompts, most, strict=True)]
-        texts = [_Text(limit - len(prompt)) for prompt, limit in zip(prompts, limits, strict=True)]
+        zeros = jax.device_get(AcceptanceCounts.zeros(self._num_speculative_tokens))
+        texts = [
+            _Text(limit - len(prompt), eos_token_ids, find_end, zeros)
+            for prompt, limit in zip(prompts, limits, strict=True)
+        ]
 
         start = time.perf_counter()
         state = self.start(prompts, limits, sampling, keys)
@@ -220,27 +265,24 @@ class Generator:
             state, output = self.step(state, sampling, config, speculate=speculate, active=active, record=record)
             if on_trace is not None and output.trace is not None:
                 on_trace(output.trace, active.copy())
-            num_draft_tokens = np.asarray(output.num_draft_tokens)
             for i in np.flatnonzero(active):
                 emitted = output.token_ids[i, : output.num_tokens[i]].tolist()
-                texts[i].extend(emitted, output.deferred[i].tolist(), eos_token_ids)
-                if should_stop is not None and texts[i].finish_reason is None and should_stop(texts[i].token_ids):
-                    texts[i].finish_reason = "stop"
+                texts[i].extend(emitted, output.deferred[i], int(num_draft_tokens[i]), invalid=bool(output.invalid[i]))
                 active[i] = texts[i].finish_reason is None
+            num_draft_tokens = np.asarray(output.num_draft_tokens)
             if on_tokens is not None:
                 on_tokens(sum(len(text.token_ids) for text in texts))
         seconds = prefilled - start, time.perf_counter() - prefilled
-        counts = jax.device_get(state.counts)
         return [
             Generation(
                 tuple(text.token_ids),
                 tuple(text.deferred),
-                jax.tree.map(lambda each, i=i: each[i], counts),
+                text.counts,
                 text.num_cycles,
                 *seconds,
                 str(text.finish_reason),
             )
-            for i, text in enumerate(texts)
+            for text in texts
         ]
 
     def warm_up(
@@ -287,7 +329,6 @@ class Generator:
             chunk[:, : available.shape[1]] = available
             cache, drafter_state = self._prefill(self._weights, cache, drafter_state, chunk, count)
         draft = empty_draft(self._drafter, size, self._decoder.config.vocab_size, sampling)
-        zeros = AcceptanceCounts.zeros(draft.token_ids.shape[1])
         state = DecodeState(
             history=jnp.asarray(history),
             length=jnp.asarray(lengths),
@@ -297,7 +338,6 @@ class Generator:
             drafter_state=drafter_state,
             keys=keys,
             step=jnp.int32(0),
-            counts=jax.tree.map(lambda each: jnp.zeros((size, *each.shape), each.dtype), zeros),
         )
         return jax.block_until_ready(state)
 

@@ -50,7 +50,9 @@ def make_drafter(options: DecodeOptions, target: LoadedModel, progress: Progress
             layers = default_skip_layers(target.config.num_layers)
         return LayerSkip(layers, k, drafter.draft_sample_method)
     draft = load_model(drafter.draft_model, progress=progress)
-    return DraftModel(draft.decoder, k, drafter.draft_sample_method, vocab_mapping_of(target, draft))
+    mapping = vocab_mapping_of(target, draft)
+    padded_apart = mapping is None and draft.config.vocab_size != target.config.vocab_size
+    return DraftModel(draft.decoder, k, drafter.draft_sample_method, mapping, padded_apart)
 
 
 def vocab_mapping_of(target: LoadedModel, draft: LoadedModel) -> VocabMapping | None:

@@ -58,8 +58,15 @@ class Vocabulary:
         return cls(token_ids, size, _space_markers(tokenizer), unk_token_id, eos_token_id)
 
     def same_tokens(self, other: "Vocabulary") -> bool:
-        """Whether every token has the same id in both, and the logits the same columns: nothing is to be mapped."""
-        return self.size == other.size and dict(self.token_ids) == dict(other.token_ids)
+        """Whether every token that either model can emit has the same id in both: nothing is to be mapped.
+
+        The logits may have different numbers of columns beyond the tokens.
+        """
+        ours, theirs = (
+            {token: token_id for token, token_id in each.token_ids.items() if token_id < each.size}
+            for each in (self, other)
+        )
+        return ours == theirs
 
     def by_text(self) -> dict[str, int]:
         """The ids by token, a leading space marker replaced by a space; the lowest id of equal ones."""

@@ -56,8 +56,7 @@ class Quality:
       tokens_per_cycle: emitted tokens a target step of a request.
       acceptance_rate: drafts kept over drafts proposed, deferred ones included; None without drafts.
       acceptance_by_position: the same for each position of a draft, over the drafts that reach it
-        (`AcceptanceCounts.acceptance_rate_per_position` divides by all drafts, as vLLM does). Both count what was
-        verified, past the end of a text too.
+        (`AcceptanceCounts.acceptance_rate_per_position` divides by all drafts, as vLLM does). Both end with the text.
       deferrals: tokens kept by a deferral, a hundred emitted tokens.
     """
 

@@ -200,16 +200,35 @@ def test_shapes_are_compiled_once(lm):
     assert (generator._cycle._cache_size(), generator._prefill._cache_size()) == compiled
 
 
+REPETITIVE = "ab ab ab"  # the tiny model answers with letters, and with accepted drafts
+
+
 def test_texts_end_before_a_stop_string(lm, monkeypatch):
-    (whole,) = lm.generate_until([generation("hello world", max_gen_toks=12)], disable_tqdm=True)
-    stop = whole[4:6]
+    (whole,) = lm.generate_until([generation(REPETITIVE, max_gen_toks=12)], disable_tqdm=True)
+    stop = whole[2:4]
     generations = []
     decode = Generator.generate_batch
     monkeypatch.setattr(Generator, "generate_batch", lambda *a, **k: generations.extend(decode(*a, **k)) or generations)
-    (text,) = lm.generate_until([generation("hello world", max_gen_toks=12, until=[stop, "absent"])], disable_tqdm=True)
-    assert text == whole[: whole.index(stop)]
+    (text,) = lm.generate_until([generation(REPETITIVE, max_gen_toks=12, until=[stop, "absent"])], disable_tqdm=True)
+    assert text == whole[: whole.index(stop)] != ""
     assert generations[0].finish_reason == "stop"
-    assert len(generations[0].token_ids) < 12
+    assert lm.tokenizer.decode(generations[0].token_ids) == text + stop
+
+
+def test_a_stop_string_inside_an_accepted_block_ends_the_counts_too(lm, model):
+    (whole,) = lm.generate_until([generation(REPETITIVE)], disable_tqdm=True)
+    stop, texts, counters = whole[2:4], [], []
+    for options in (
+        {"drafter": "none"},
+        {"drafter": "draft-model", "draft_model": model, "num_speculative_tokens": 8},
+    ):
+        each = FlyJaxLM(model=model, **{**TINY, **options})
+        texts += each.generate_until([generation(REPETITIVE, until=[stop])], disable_tqdm=True)
+        counters.append(each.get_model_info()["fly_jax"]["counters"])
+    assert texts == [whole[:2]] * 2
+    assert [each["num_tokens"] for each in counters] == [4, 4]
+    assert [each["num_cycles"] for each in counters] == [4, 2]
+    assert (counters[1]["num_accepted"], counters[1]["num_draft_tokens"]) == (3, 3)
 
 
 def test_special_tokens_end_a_text(lm, monkeypatch):
@@ -268,6 +287,10 @@ def test_chat_templates(lm, model, tasks):
     assert lm.apply_chat_template(messages) == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
     begun = [*messages, {"role": "assistant", "content": "hell"}]
     assert lm.apply_chat_template(begun, add_generation_prompt=False).endswith("<|im_start|>assistant\nhell")
+    for words in ("im", "<|im_end|>", "\n", "assistant", "a ", "{{ x }}", "é\t", "hello"):
+        begun = [*messages, {"role": "assistant", "content": words}]
+        expected = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n" + words
+        assert lm.apply_chat_template(begun, add_generation_prompt=False) == expected
     assert lm.chat_template(True) == tiny_models.CHAT_TEMPLATE
     assert lm.tokenizer_name == Path(model).name
     results = evaluate(tasks, ["local_generate"], lm, apply_chat_template=True)

@@ -9,7 +9,9 @@ from safetensors.numpy import save_file
 from tiny_models import CONFIG_JSON, TOKENS, random_tensors, write_folder, write_gguf
 
 from fly_jax.decode.checkpoints.load import load_model
+from fly_jax.decode.checkpoints.weights import EMBEDDING, HEAD
 from fly_jax.decode.decoder_config import FactorRope, LinearRope, Llama3Rope
+from fly_jax.decode.generate import Generator
 from fly_jax.decode.model import DecoderConfig
 from fly_jax.errors import UserError
 
@@ -103,8 +105,63 @@ def test_bfloat16_in_memory(tmp_path):
 def test_tied_folder_may_repeat_the_head(tmp_path):
     config_json = CONFIG_JSON | {"tie_word_embeddings": True}
     tensors = LLAMA_TENSORS | {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32)}
+    tensors[HEAD] = tensors[EMBEDDING]
     write_folder(tmp_path, config_json, tensors)
     assert load_model(tmp_path).decoder.head is None
+
+
+def test_a_head_that_differs_is_used_whatever_the_config_says(tmp_path, caplog):
+    write_folder(tmp_path, CONFIG_JSON | {"tie_word_embeddings": True}, LLAMA_TENSORS)
+    loaded = load_model(tmp_path)
+    assert not loaded.config.tie_word_embeddings
+    assert_holds(loaded.decoder, LLAMA_TENSORS)
+    assert "the checkpoint has a head that differs: it is used" in caplog.text
+
+
+@pytest.mark.parametrize("stored", [EMBEDDING, HEAD])
+def test_the_one_matrix_of_a_tied_model_is_found_under_either_name(stored, tmp_path, caplog):
+    tensors = dict(LLAMA_TENSORS)
+    matrix = tensors.pop(EMBEDDING)
+    del tensors[HEAD]
+    write_folder(tmp_path, CONFIG_JSON | {"tie_word_embeddings": True}, tensors | {stored: matrix})
+    decoder = load_model(tmp_path).decoder
+    assert decoder.head is None
+    np.testing.assert_array_equal(decoder.embedding[...], matrix.T)
+    assert not caplog.records
+
+
+def test_a_checkpoint_of_the_bare_model_leaves_out_the_prefix(tmp_path):
+    bare = {name.removeprefix("model."): tensor for name, tensor in LLAMA_TENSORS.items()}
+    write_folder(tmp_path, CONFIG_JSON, bare)
+    assert_holds(load_model(tmp_path).decoder, LLAMA_TENSORS)
+
+
+def test_a_gguf_file_and_a_folder_of_one_checkpoint_have_the_same_head(tmp_path):
+    write_gguf(tmp_path / "m.gguf", LLAMA, LLAMA_TENSORS)
+    write_folder(tmp_path, CONFIG_JSON | {"tie_word_embeddings": True}, LLAMA_TENSORS)
+    folder, file = (load_model(path).decoder for path in (tmp_path, tmp_path / "m.gguf"))
+    np.testing.assert_array_equal(folder.head[...], file.head[...])
+
+
+@pytest.mark.parametrize("part", [1, 2])
+def test_split_gguf(part, tmp_path):
+    write_gguf(tmp_path / "m.gguf", LLAMA, LLAMA_TENSORS, split_max_tensors=12)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m-00001-of-00002.gguf", "m-00002-of-00002.gguf"]
+    assert_holds(load_model(tmp_path / f"m-0000{part}-of-00002.gguf").decoder, LLAMA_TENSORS)
+
+
+def test_split_gguf_that_is_not_whole(tmp_path):
+    write_gguf(tmp_path / "m.gguf", LLAMA, LLAMA_TENSORS, split_max_tensors=12)
+    first, second = sorted(tmp_path.iterdir())
+    shutil.copy(first, tmp_path / "renamed.gguf")
+    with pytest.raises(UserError, match=r"renamed.gguf is one of 2 parts .* must end in -00001-of-00002.gguf"):
+        load_model(tmp_path / "renamed.gguf")
+    second.unlink()
+    with pytest.raises(UserError, match=r"one of 2 parts of a model: m-00002-of-00002.gguf must lie beside it"):
+        load_model(first)
+    shutil.copy(first, second)
+    with pytest.raises(UserError, match=r"The 2 parts of .* hold 24 tensors, not 21"):
+        load_model(first)
 
 
 def test_gguf_rope_scaling(tmp_path):
@@ -216,11 +273,15 @@ def test_damaged_folders(damage, message, tmp_path):
         load_model(tmp_path)
 
 
-def test_tokenizer_of_another_model(tmp_path):
+def test_a_tokenizer_with_more_tokens_than_the_model(tmp_path, caplog):
     config_json = CONFIG_JSON | {"vocab_size": len(TOKENS) - 1}
     write_folder(tmp_path, config_json, random_tensors(DecoderConfig.from_hf(config_json)))
-    with pytest.raises(UserError, match=r"the tokenizer has .* tokens but the model .*: they are not of one model"):
-        load_model(tmp_path)
+    loaded = load_model(tmp_path)
+    assert f"the tokenizer has {len(TOKENS)} tokens but the model {len(TOKENS) - 1}: a prompt" in caplog.text
+    decoding = Generator(loaded.decoder, max_model_len=16)
+    assert len(decoding.generate(loaded.tokenizer.encode("hello"), max_tokens=2).token_ids) == 2
+    with pytest.raises(UserError, match=f"has the token id {len(TOKENS) - 1}, but the model has only"):
+        decoding.generate([1, len(TOKENS) - 1, 2])
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,7 @@ def test_the_three_texts_stand_side_by_side(fly_jax, model, caplog, monkeypatch)
 def test_model_drafters_and_a_prompt_file(fly_jax, model, tmp_path, drafter):
     drafter = [model if each == "itself" else each for each in drafter]
     path = tmp_path / "prompt.txt"
-    path.write_text("hello hello", encoding="utf-8")
+    path.write_text("hello hello", encoding="utf-8-sig")
     status, out, _ = generate(fly_jax, model, "--json", "--prompt-file", path, "--raw", "--drafter", *drafter)
     assert status == 0
     assert [prompt["prompt"] for prompt in json.loads(out)["prompts"]] == [PROMPT, "hello hello"]

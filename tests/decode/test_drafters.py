@@ -87,7 +87,8 @@ def search(history, longest, shortest, k):
     for n in range(longest, shortest - 1, -1):
         for start in range(len(history) - n - 1, -1, -1):
             if history[start : start + n] == history[len(history) - n :]:
-                return history[start + n : start + n + k]
+                found = history[start + n :]
+                return (found * k)[:k]  # at its end the text is taken to go on as it did
     return []
 
 
@@ -106,6 +107,16 @@ def test_prompt_lookup_finds_the_longest_then_most_recent_match(target, longest,
         expected = search(history[b, : length[b]].tolist(), longest, shortest, k)
         assert draft.token_ids[b, : draft.num_draft_tokens[b]].tolist() == expected
     assert 0 < np.mean(np.asarray(draft.num_draft_tokens) == 0) < 1 or longest == 1
+
+
+@pytest.mark.parametrize("period", [1, 2, 5])
+def test_prompt_lookup_goes_on_with_the_period_of_a_text(target, period):
+    pattern, k = list(range(3, 3 + period)), 16
+    history, length = np.resize(pattern, (1, CAPACITY)), CAPACITY - 2
+    drafter = PromptLookup(k)
+    draft, _, _ = jax.jit(drafter.propose)(None, context(target, history, [length]))
+    assert draft.num_draft_tokens.tolist() == [k]
+    assert draft.token_ids[0].tolist() == np.resize(pattern, length + k)[length:].tolist()
 
 
 def test_draft_model_catches_up_after_any_number_of_accepted_tokens(target, draft_decoder):

@@ -147,6 +147,33 @@ def test_stops_at_an_end_token_in_the_middle_of_an_accepted_run():
     assert result.token_ids == tokens[: end + 1]
     assert len(result.deferred) == end + 1
     assert result.finish_reason == "stop"
+    assert_counts_end_with_the_text(result)
+
+
+def assert_counts_end_with_the_text(result):
+    counts = result.counts
+    without_drafts = result.num_cycles - int(counts.num_requests)
+    assert int(counts.num_tokens) + without_drafts == len(result.token_ids)
+    assert int(counts.num_deferred) == sum(result.deferred)
+    assert int(counts.num_accepted) <= int(counts.num_draft_tokens)
+
+
+@pytest.mark.parametrize("name", ["itself", "ngram"])
+@pytest.mark.parametrize("length", range(1, 16))
+def test_a_text_ends_with_the_token_that_completes_it(name, length):
+    """Whatever else its cycle emitted: token ids, deferrals and counts are those of the text."""
+    whole = generator(name).generate(PROMPT, max_tokens=40, config=FLY)
+
+    def find_end(token_ids):
+        return length if len(token_ids) >= length else None
+
+    (result,) = generator(name).generate_batch([PROMPT], max_tokens=40, config=FLY, find_end=find_end)
+    assert (result.token_ids, result.deferred) == (whole.token_ids[:length], whole.deferred[:length])
+    assert result.finish_reason == "stop"
+    assert_counts_end_with_the_text(result)
+    if name == "itself":
+        assert float(result.counts.acceptance_rate()) == 1.0 or length == 1
+        assert result.num_cycles == 1 + math.ceil((length - 1) / (K + 1))
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 5, 6, 7, 8, 13])

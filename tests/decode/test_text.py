@@ -78,7 +78,20 @@ def test_beginning_of_text_is_added_once():
     both = codec(
         tokenizer__ggml__bos_token_id=0, tokenizer__ggml__add_bos_token=True, tokenizer__ggml__add_eos_token=True
     )
-    assert pieces(both, "hello") == ["<|endoftext|>", "hello", "<|endoftext|>"]
+    assert pieces(both, "hello") == ["<|endoftext|>", "hello"]  # a prompt goes on: no token that ends it
+    assert pieces(both, "") == ["<|endoftext|>"]
+
+
+@pytest.mark.parametrize("adds", [{"add_bos_token": True}, {"add_eos_token": True}])
+@pytest.mark.parametrize("bos", ["", "{{ bos_token }}"])
+def test_a_chat_has_what_its_template_writes_and_nothing_else(adds, bos):
+    fields = {f"tokenizer__ggml__{name}": value for name, value in adds.items()}
+    chat = codec(
+        tokenizer__ggml__bos_token_id=1, tokenizer__chat_template=bos + "{{ messages[0].content }}<|im_end|>", **fields
+    )
+    first = ["<|im_start|>"] if bos else []
+    token_ids = chat.encode_chat([{"role": "user", "content": "hello"}])
+    assert [TOKENS[token_id] for token_id in token_ids] == [*first, "hello", "<|im_end|>"]
 
 
 def test_user_defined_tokens_stay_whole_and_visible():
@@ -170,6 +183,45 @@ def test_folder_special_tokens(tmp_path):
     assert codec_from_folder(tmp_path).eos_token_ids == {0, 2, 7, 8, 9}
 
 
+def test_special_tokens_are_found_where_older_folders_name_them(tmp_path):
+    write_tokenizer(
+        tmp_path, eos_token="<|im_end|>", chat_template=None, image_token="<|im_start|>", add_bos_token=True
+    )
+    (tmp_path / "special_tokens_map.json").write_text(
+        json.dumps({"eos_token": {"content": "<|endoftext|>"}, "pad_token": "<pad>"})
+    )
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<pad>": len(TOKENS), "<|im_end|>": 2}))
+    text_codec = codec_from_folder(tmp_path)
+    expected = {"eos_token": "<|endoftext|>", "pad_token": "<pad>", "image_token": "<|im_start|>"}
+    assert text_codec.special_tokens == expected
+    assert text_codec.encode("<pad>") == [len(TOKENS)]
+    assert text_codec.decode([len(TOKENS)]) == ""
+
+
+def test_special_tokens_map_is_not_asked_where_the_config_lists_added_tokens(tmp_path):
+    listed = {str(len(TOKENS)): {"content": "<pad>", "special": True}}
+    write_tokenizer(tmp_path, eos_token="<|im_end|>", added_tokens_decoder=listed)
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
+    text_codec = codec_from_folder(tmp_path)
+    assert text_codec.special_tokens == {"eos_token": "<|im_end|>"}
+    assert text_codec.encode("<pad>") == [len(TOKENS)]
+
+
+def test_an_added_token_with_an_id_it_cannot_have(tmp_path):
+    write_tokenizer(tmp_path)
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<pad>": 7}))
+    with pytest.raises(UserError, match=f"'<pad>' has the id 7, but would get {len(TOKENS)} in tokenizer.json"):
+        codec_from_folder(tmp_path)
+
+
+def test_files_that_begin_with_a_byte_order_mark(tmp_path):
+    write_tokenizer(tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(path.read_text(), encoding="utf-8-sig")
+    (tmp_path / "chat_template.jinja").write_text("plain", encoding="utf-8-sig")
+    assert codec_from_folder(tmp_path).chat_template == "plain"
+
+
 def test_folder_beginning_of_text_is_added_once(tmp_path):
     write_tokenizer(tmp_path, bos_token="<|im_start|>")
     tokenizer = byte_level_tokenizer()
@@ -193,7 +245,7 @@ def test_folder_truncation_is_off(tmp_path):
 
 def test_folders_without_an_end(tmp_path):
     write_tokenizer(tmp_path, eos_token=None, chat_template=None)
-    with pytest.raises(UserError, match=r"names no eos_token in tokenizer_config.json, generation_config.json"):
+    with pytest.raises(UserError, match=r"names no eos_token in tokenizer_config.json, special_tokens_map.json"):
         codec_from_folder(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": "end"}))
     with pytest.raises(UserError, match="eos_token_id must be token ids, got 'end'"):

@@ -137,7 +137,8 @@ def test_the_same_tokens_are_seen_one_by_one():
     assert trained("bpe").same_tokens(dataclasses.replace(trained("bpe"), token_ids=dict(trained("bpe").token_ids)))
     swapped = {**TARGET.token_ids, "a": TARGET.token_ids["b"], "b": TARGET.token_ids["a"]}
     assert not TARGET.same_tokens(dataclasses.replace(TARGET, token_ids=swapped))
-    assert not TARGET.same_tokens(dataclasses.replace(TARGET, size=TARGET.size + 1))
+    assert TARGET.same_tokens(dataclasses.replace(TARGET, size=TARGET.size + 1))
+    assert not TARGET.same_tokens(dataclasses.replace(TARGET, size=max(TARGET.token_ids.values())))
 
 
 def with_weights_of(decoder, target, draft):
@@ -232,6 +233,31 @@ def test_a_drafter_that_does_not_fit_is_refused(drafter):
         check_drafter(dataclasses.replace(drafter, vocab_mapping=None), DECODER)
     with pytest.raises(UserError, match=r"has 425 tokens and the target's 425; .* got one between 303 and 425"):
         check_drafter(dataclasses.replace(drafter, decoder=DECODER), DECODER)
+
+
+@pytest.mark.parametrize("num_more", [-3, 4])
+def test_the_same_tokens_with_other_padding_draft_probabilistically(num_more, report):
+    """The draft model is the target with more or fewer padding columns: every draft is accepted, also when drawn."""
+    config = dataclasses.replace(CONFIG, vocab_size=CONFIG.vocab_size + num_more)
+
+    def fit(matrix):
+        return jnp.pad(matrix[...], ((0, 0), (0, max(num_more, 0))))[:, : config.vocab_size]
+
+    layers = tuple(
+        LayerWeights(**{name: _array(getattr(layer, name)) for name in LayerWeights.__dataclass_fields__})
+        for layer in DECODER.layers
+    )
+    head = None if DECODER.head is None else fit(DECODER.head)
+    draft = Decoder(config, DecoderWeights(fit(DECODER.embedding), layers, DECODER.final_norm[...], head))
+    drafter = DraftModel(draft, K, "probabilistic", padded_apart=True)
+    prompt = small_tokenizers.byte_level().encode(TEXTS[0]).ids
+    sampling = SamplingParams(temperature=0.05)  # the five padding columns are never drawn
+    result = Generator(DECODER, drafter=drafter, max_model_len=128).generate(prompt, max_tokens=20, sampling=sampling)
+    rate = float(result.counts.acceptance_rate())
+    report(f"acceptance rate {rate:.3f}")
+    assert rate > 0.9
+    with pytest.raises(UserError, match="they must be the same, or have a vocab_mapping"):
+        check_drafter(dataclasses.replace(drafter, padded_apart=False), DECODER)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,12 +79,41 @@ _PRE_TOKENIZERS = {
 }
 
 
-def open_gguf(path: Path) -> tuple[gguf.GGUFReader, dict[str, Any]]:
-    """Opens a GGUF file and reads its header: (reader, all key/value pairs as Python values).
+def open_gguf(path: Path) -> tuple[list[gguf.ReaderTensor], dict[str, Any]]:
+    """Opens a GGUF file and reads its header: (its tensors, not read yet, all key/value pairs as Python values).
+
+    Of a model that is split into files any part stands for all, which lie beside it under llama.cpp's names.
 
     Raises:
-        UserError: when the file is missing, cut off or not a GGUF file of this byte order.
+        UserError: when a file is missing, cut off or not a GGUF file of this byte order.
     """
+    reader, fields = _open(path)
+    count = fields.get("split.count", 1)
+    if count <= 1:
+        return list(reader.tensors), fields
+    opened = [_open(part) for part in _parts(path, count)]
+    tensors = [tensor for reader, _ in opened for tensor in reader.tensors]
+    listed = fields.get("split.tensors.count", len(tensors))
+    if listed != len(tensors):
+        raise UserError(f"The {count} parts of {path} hold {len(tensors)} tensors, not {listed}: download them again.")
+    return tensors, opened[0][1]  # the first part says what the others leave out
+
+
+def _parts(path: Path, count: int) -> list[Path]:
+    match = re.fullmatch(r"(.+)-\d{5}-of-\d{5}\.gguf", path.name)
+    if match is None:
+        raise UserError(
+            f"{path} is one of {count} parts of a model, whose names must end in -00001-of-{count:05d}.gguf and so on: "
+            "rename them, or merge them with llama-gguf-split --merge."
+        )
+    parts = [path.with_name(f"{match[1]}-{i + 1:05d}-of-{count:05d}.gguf") for i in range(count)]
+    missing = [part.name for part in parts if not part.is_file()]
+    if missing:
+        raise UserError(f"{path} is one of {count} parts of a model: {', '.join(missing)} must lie beside it.")
+    return parts
+
+
+def _open(path: Path) -> tuple[gguf.GGUFReader, dict[str, Any]]:
     if not path.is_file():
         raise UserError(f"{path} is not a file: pass a .gguf file or a Hugging Face folder.")
     try:
@@ -97,7 +126,7 @@ def open_gguf(path: Path) -> tuple[gguf.GGUFReader, dict[str, Any]]:
     return reader, fields
 
 
-def config_from_gguf(fields: Mapping[str, Any], reader: gguf.GGUFReader, path: Path) -> DecoderConfig:
+def config_from_gguf(fields: Mapping[str, Any], tensors: Sequence[gguf.ReaderTensor], path: Path) -> DecoderConfig:
     """The decoder's config from the header's metadata and the tensors' names.
 
     Raises:
@@ -122,8 +151,8 @@ def config_from_gguf(fields: Mapping[str, Any], reader: gguf.GGUFReader, path: P
         return value
 
     _reject_unsupported(get, path)
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
-    if "token_embd.weight" not in tensors:
+    named = {tensor.name: tensor for tensor in tensors}
+    if "token_embd.weight" not in named:
         raise UserError(f"{path} lacks token_embd.weight: the file is incomplete or not a language model.")
     hidden_size, num_heads = integer("embedding_length"), integer("attention.head_count")
     head_dim = integer("attention.key_length", hidden_size // max(num_heads, 1))
@@ -131,7 +160,7 @@ def config_from_gguf(fields: Mapping[str, Any], reader: gguf.GGUFReader, path: P
         if get(name, head_dim) != head_dim:
             raise UserError(f"{path}: {name}={get(name)} is not supported: it must equal the head size {head_dim}.")
     return DecoderConfig(
-        vocab_size=int(tensors["token_embd.weight"].shape[-1]),
+        vocab_size=int(named["token_embd.weight"].shape[-1]),
         hidden_size=hidden_size,
         intermediate_size=integer("feed_forward_length"),
         num_layers=integer("block_count"),
@@ -141,23 +170,23 @@ def config_from_gguf(fields: Mapping[str, Any], reader: gguf.GGUFReader, path: P
         max_position_embeddings=integer("context_length"),
         rms_norm_eps=get("attention.layer_norm_rms_epsilon"),
         rope_theta=get("rope.freq_base", 10000.0),
-        rope_scaling=_rope_scaling(get, tensors.get(_ROPE_FACTORS), path),
+        rope_scaling=_rope_scaling(get, named.get(_ROPE_FACTORS), path),
         qkv_bias=architecture == "qwen2",
         qk_norm=architecture == "qwen3",
-        tie_word_embeddings="output.weight" not in tensors,
+        tie_word_embeddings="output.weight" not in named,
     )
 
 
-def tensors_from_gguf(reader: gguf.GGUFReader, config: DecoderConfig, path: Path) -> CheckpointTensors:
+def tensors_from_gguf(tensors: Sequence[gguf.ReaderTensor], config: DecoderConfig, path: Path) -> CheckpointTensors:
     """The file's tensors under their Hugging Face names, dequantized when read."""
-    tensors = {_hugging_face_name(tensor.name): tensor for tensor in reader.tensors if tensor.name != _ROPE_FACTORS}
-    shapes = {name: tuple(int(size) for size in reversed(tensor.shape)) for name, tensor in tensors.items()}
+    named = {_hugging_face_name(tensor.name): tensor for tensor in tensors if tensor.name != _ROPE_FACTORS}
+    shapes = {name: tuple(int(size) for size in reversed(tensor.shape)) for name, tensor in named.items()}
     # llama.cpp reorders the rows of query and key heads for its own rotary layout, for this architecture only.
     heads = {"q_proj.weight": config.num_heads, "k_proj.weight": config.num_kv_heads}
     interleaved = not (config.qkv_bias or config.qk_norm)
 
     def read(name: str) -> np.ndarray:
-        tensor = tensors[name]
+        tensor = named[name]
         try:
             values = gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
         except NotImplementedError as error:

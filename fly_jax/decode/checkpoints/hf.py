@@ -14,7 +14,6 @@ from fly_jax.decode.checkpoints.weights import CheckpointTensors
 from fly_jax.errors import UserError
 
 _FLOAT_TYPES = ("F32", "F16", "BF16", "F64")
-_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -24,7 +23,7 @@ def read_json(path: Path) -> dict[str, Any]:
         UserError: when the file is missing or holds something else.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise UserError(f"{path} is missing: pass a complete Hugging Face folder or a .gguf file.") from None
     except (OSError, ValueError) as error:
@@ -56,7 +55,7 @@ def tensors_from_folder(folder: Path) -> CheckpointTensors:
 
 
 def codec_from_folder(folder: Path) -> TextCodec:
-    """Reads tokenizer.json and, where they are there, tokenizer_config.json, generation_config.json and the template.
+    """Reads tokenizer.json and, where they are there, the files that name special tokens, and the chat template.
 
     Raises:
         UserError: when tokenizer.json is missing or unreadable, or nothing names a token that ends a text.
@@ -74,7 +73,9 @@ def codec_from_folder(folder: Path) -> TextCodec:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer_config = _optional_json(folder / "tokenizer_config.json")
-    special_tokens = _special_tokens(tokenizer_config)
+    special_tokens_map = _optional_json(folder / "special_tokens_map.json")
+    special_tokens = _special_tokens(tokenizer_config, special_tokens_map)
+    _add_missing_tokens(folder, tokenizer, tokenizer_config, special_tokens)
     chat_template = _chat_template(folder, tokenizer_config)
     eos_token_ids = _eos_token_ids(folder, tokenizer, special_tokens, is_chat=chat_template is not None)
     return TextCodec(tokenizer, eos_token_ids, chat_template, special_tokens)
@@ -118,20 +119,56 @@ def _optional_json(path: Path) -> dict[str, Any]:
     return read_json(path) if path.is_file() else {}
 
 
-def _special_tokens(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
+def _special_tokens(tokenizer_config: Mapping[str, Any], special_tokens_map: Mapping[str, Any]) -> dict[str, str]:
+    """Names and texts; templates may refer to any "..._token", those that only this model has among them.
+
+    The map is older, and as in transformers it counts, and then first, where the config does not list added tokens.
+    """
+    sources = (
+        [tokenizer_config] if "added_tokens_decoder" in tokenizer_config else [tokenizer_config, special_tokens_map]
+    )
     named = {}
-    for name in _SPECIAL_TOKENS:
-        token = tokenizer_config.get(name)
-        token = token.get("content") if isinstance(token, dict) else token
-        if token is not None:
-            named[name] = str(token)
+    for source in sources:
+        for name, token in source.items():
+            text = token.get("content") if isinstance(token, dict) else token
+            if name.endswith("_token") and isinstance(text, str):
+                named[name] = text
     return named
+
+
+def _add_missing_tokens(
+    folder: Path,
+    tokenizer: tokenizers.Tokenizer,
+    tokenizer_config: Mapping[str, Any],
+    special_tokens: Mapping[str, str],
+) -> None:
+    """Adds what the config, or the older added_tokens.json, lists and tokenizer.json lacks, under the ids they give."""
+    if "added_tokens_decoder" in tokenizer_config:
+        listed = {
+            int(token_id): tokenizers.AddedToken(**{"normalized": not token.get("special", False), **token})
+            for token_id, token in tokenizer_config["added_tokens_decoder"].items()
+        }
+    else:
+        listed = {
+            token_id: tokenizers.AddedToken(text, special=is_special, normalized=not is_special)
+            for text, token_id in _optional_json(folder / "added_tokens.json").items()
+            for is_special in [text in special_tokens.values()]
+        }
+    for token_id, token in sorted(listed.items()):
+        if tokenizer.token_to_id(token.content) is not None:
+            continue
+        (tokenizer.add_special_tokens if token.special else tokenizer.add_tokens)([token])
+        if tokenizer.token_to_id(token.content) != token_id:
+            raise UserError(
+                f"{folder}: the added token {token.content!r} has the id {token_id}, but would get "
+                f"{tokenizer.token_to_id(token.content)} in tokenizer.json: save the tokenizer again with transformers."
+            )
 
 
 def _chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     template = tokenizer_config.get("chat_template")
     if isinstance(template, list):
         named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
@@ -157,7 +194,8 @@ def _eos_token_ids(
         found.update(token_ids)
     if not found:
         raise UserError(
-            f"{folder} names no eos_token in tokenizer_config.json, generation_config.json or config.json: "
+            f"{folder} names no eos_token in tokenizer_config.json, special_tokens_map.json, generation_config.json or "
+            "config.json: "
             "a generation could not end."
         )
     return frozenset(found)

@@ -1,6 +1,7 @@
 """Loading a model: a GGUF file or a Hugging Face folder -> decoder, tokenizer and config."""
 
 import dataclasses
+import logging
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -10,10 +11,18 @@ from fly_jax.decode.checkpoints.default import default_model_path
 from fly_jax.decode.checkpoints.gguf import codec_from_gguf, config_from_gguf, open_gguf, tensors_from_gguf
 from fly_jax.decode.checkpoints.hf import codec_from_folder, read_json, tensors_from_folder
 from fly_jax.decode.checkpoints.text import TextCodec
-from fly_jax.decode.checkpoints.weights import CheckpointTensors, Progress, assemble_weights
+from fly_jax.decode.checkpoints.weights import (
+    CheckpointTensors,
+    Progress,
+    assemble_weights,
+    under_expected_names,
+    with_the_head_there_is,
+)
 from fly_jax.decode.decoder_config import DecoderConfig
 from fly_jax.decode.model import Decoder
 from fly_jax.errors import UserError
+
+logger = logging.getLogger("fly_jax")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,10 +69,10 @@ def load_model(
 def _load_gguf(path: Path, dtype: DTypeLike, progress: Progress | None) -> LoadedModel:
     if progress is not None:
         progress("reading the vocabulary", 0.0)
-    reader, fields = open_gguf(path)
-    config = config_from_gguf(fields, reader, path)
+    stored, fields = open_gguf(path)
+    config = config_from_gguf(fields, stored, path)
     tokenizer = codec_from_gguf(fields, path)
-    tensors = tensors_from_gguf(reader, config, path)
+    tensors = tensors_from_gguf(stored, config, path)
     return _build(config, tokenizer, tensors, str(fields.get("general.name", path.stem)), dtype, progress)
 
 
@@ -81,9 +90,14 @@ def _build(
     progress: Progress | None,
 ) -> LoadedModel:
     if tokenizer.vocab_size > config.vocab_size:
-        raise UserError(
-            f"{tensors.source}: the tokenizer has {tokenizer.vocab_size} tokens but the model {config.vocab_size}: "
-            "they are not of one model."
+        # Fine-tuning adds a padding token to the tokenizer and may leave the model as it is.
+        logger.warning(
+            "%s: the tokenizer has %d tokens but the model %d: a prompt with one of the others will be refused.",
+            tensors.source,
+            tokenizer.vocab_size,
+            config.vocab_size,
         )
+    tensors = under_expected_names(tensors, config)
+    config = with_the_head_there_is(config, tensors)
     decoder = Decoder(config, assemble_weights(config, tensors, dtype, progress))
     return LoadedModel(decoder, tokenizer, config, name)

@@ -52,24 +52,24 @@ class TextCodec:
         )
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text. Special tokens written out in it are parsed as such.
+        """Token ids of a text that is to be continued. Special tokens written out in it are parsed as such.
 
-        A model that begins its texts with a token gets it, once: not again where the text already starts with it, as
-        the text of a chat template does.
+        A model that begins its texts with tokens gets them, once: not again where the text already starts with them.
+        What a tokenizer puts at the end of a text is left out, because the text goes on.
         """
-        token_ids = list(self.tokenizer.encode(text, add_special_tokens=True).ids)
-        bos_token_id = self.special_token_id("bos_token")
-        repeated = bos_token_id is not None and token_ids[:2] == [bos_token_id, bos_token_id]
-        return token_ids[1:] if repeated else token_ids
+        token_ids, first = self._as_written(text), self._first_token_ids
+        return token_ids if token_ids[: len(first)] == first else [*first, *token_ids]
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], *, raw: bool = False) -> list[int]:
-        """Token ids of a conversation, ready for an answer; with `raw` of its only message as it is.
+        """Token ids of a conversation, ready for an answer: of what the template writes, and nothing else.
+
+        With `raw` those of the only message, see `encode`.
 
         Raises:
             UserError: see `apply_chat_template`; or `raw`, and there are several messages.
         """
         if not raw:
-            return self.encode(self.apply_chat_template(messages))
+            return self._as_written(self.apply_chat_template(messages))
         if len(messages) > 1:
             raise UserError("raw needs a prompt, and this is a conversation of several messages.")
         return self.encode(messages[0]["content"])
@@ -102,6 +102,16 @@ class TextCodec:
             raise UserError(
                 f"The model's chat template refused the messages ({error}): change them, or pass the text itself (raw)."
             ) from error
+
+    def _as_written(self, text: str) -> list[int]:
+        return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
+
+    @functools.cached_property
+    def _first_token_ids(self) -> list[int]:
+        """What the tokenizer's post-processor puts before a text."""
+        encoding = self.tokenizer.encode("a", add_special_tokens=True)
+        count = next((i for i, is_added in enumerate(encoding.special_tokens_mask) if not is_added), 0)
+        return list(encoding.ids[:count])
 
     def special_token_id(self, name: str) -> int | None:
         """The id of "bos_token", "eos_token" and the like; None where the model has none."""

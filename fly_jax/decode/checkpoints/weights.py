@@ -1,6 +1,7 @@
 """From a checkpoint's named tensors to the decoder's fused float matrices."""
 
 import dataclasses
+import logging
 from collections.abc import Callable, Mapping
 
 import jax
@@ -13,6 +14,10 @@ from fly_jax.decode.model import DecoderWeights, LayerWeights
 from fly_jax.errors import UserError
 
 Progress = Callable[[str, float], None]
+
+logger = logging.getLogger("fly_jax")
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +39,7 @@ def expected_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """The Hugging Face names and shapes ([out, in]) of the tensors a checkpoint of this config consists of."""
     hidden, query = config.hidden_size, config.num_heads * config.head_dim
     key_value = config.num_kv_heads * config.head_dim
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, hidden)}
     for i in range(config.num_layers):
         layer = {
             "input_layernorm.weight": (hidden,),
@@ -54,8 +59,51 @@ def expected_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
     shapes["model.norm.weight"] = (hidden,)
     if not config.tie_word_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+        shapes[HEAD] = (config.vocab_size, hidden)
     return shapes
+
+
+def under_expected_names(tensors: CheckpointTensors, config: DecoderConfig) -> CheckpointTensors:
+    """The same tensors under the names of `expected_shapes`, where a checkpoint uses another that means the same.
+
+    A checkpoint of the bare model leaves out "model." before each name. One of a tied model stores its one matrix under
+    the name of the embedding, of the head, or both: whoever drops the copy may keep either.
+    """
+    names = {name: name for name in tensors.shapes}
+    if not any(name.startswith("model.") for name in names):
+        names = {name if name == HEAD else f"model.{name}": name for name in names}
+    if config.tie_word_embeddings and EMBEDDING not in names and HEAD in names:
+        names[EMBEDDING] = names.pop(HEAD)
+    return CheckpointTensors(
+        tensors.source,
+        {name: tensors.shapes[stored] for name, stored in names.items()},
+        lambda name: tensors.read(names[name]),
+    )
+
+
+def with_the_head_there_is(config: DecoderConfig, tensors: CheckpointTensors) -> DecoderConfig:
+    """`config`, untied where the checkpoint has a head that is not the embedding: the weights decide.
+
+    Logs a warning where they contradict the config. transformers 5 does the same.
+
+    Raises:
+        UserError: when head and embedding are one by the config, and have different shapes.
+    """
+    if not config.tie_word_embeddings or not {EMBEDDING, HEAD} <= tensors.shapes.keys():
+        return config
+    if tensors.shapes[EMBEDDING] != tensors.shapes[HEAD]:
+        raise UserError(
+            f"{tensors.source}: {HEAD} has shape {list(tensors.shapes[HEAD])} and {EMBEDDING} "
+            f"{list(tensors.shapes[EMBEDDING])}, but the config says that they are one (tie_word_embeddings)."
+        )
+    if np.array_equal(tensors.read(EMBEDDING), tensors.read(HEAD)):
+        return config
+    logger.warning(
+        "%s: the config says that the head is the embedding (tie_word_embeddings), but the checkpoint has a head that "
+        "differs: it is used.",
+        tensors.source,
+    )
+    return dataclasses.replace(config, tie_word_embeddings=False)
 
 
 def assemble_weights(
@@ -96,10 +144,10 @@ def assemble_weights(
             )
         )
     weights = DecoderWeights(
-        embedding=matrix("model.embed_tokens.weight"),
+        embedding=matrix(EMBEDDING),
         layers=tuple(layers),
         final_norm=vector("model.norm.weight"),
-        head=None if config.tie_word_embeddings else matrix("lm_head.weight"),
+        head=None if config.tie_word_embeddings else matrix(HEAD),
     )
     if progress is not None:
         progress("reading weights", 1.0)
@@ -115,11 +163,12 @@ def _check_names_and_shapes(config: DecoderConfig, tensors: CheckpointTensors) -
     missing = [name for name in expected if name not in tensors.shapes]
     if missing:
         raise UserError(f"{tensors.source} lacks {_listing(missing)}: it is incomplete or of another architecture.")
-    # Files of tied models may repeat the embedding as a head, and old ones store the rotary frequencies.
+    # Files of tied models may repeat the embedding as a head; old ones store what the config gives, rotary frequencies.
+    derivable = {HEAD} if config.tie_word_embeddings else set()
     extra = [
         name
         for name in tensors.shapes
-        if name not in expected and name != "lm_head.weight" and not name.endswith("rotary_emb.inv_freq")
+        if name not in expected and name not in derivable and not name.endswith("rotary_emb.inv_freq")
     ]
     if extra:
         raise UserError(f"{tensors.source} has {_listing(extra)}, which this decoder does not use: not supported.")

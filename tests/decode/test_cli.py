@@ -127,6 +127,7 @@ def test_model_drafters_and_a_prompt_file(fly_jax, model, tmp_path, drafter):
         assert results["standard"]["num_draft_tokens"] > 0
 
 
+@pytest.mark.slow
 def test_the_length_ends_at_the_draft_models_context(fly_jax, model, tmp_path):
     draft = write_model(tmp_path / "draft", max_position_embeddings=250)
     drafting = ("--drafter", "draft-model", "--draft-model", draft)

@@ -235,7 +235,7 @@ def test_a_drafter_that_does_not_fit_is_refused(drafter):
         check_drafter(dataclasses.replace(drafter, decoder=DECODER), DECODER)
 
 
-@pytest.mark.parametrize("num_more", [-3, 4])
+@pytest.mark.parametrize("num_more", [-3, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_same_tokens_with_other_padding_draft_probabilistically(num_more, report):
     """The draft model is the target with more or fewer padding columns: every draft is accepted, also when drawn."""
     config = dataclasses.replace(CONFIG, vocab_size=CONFIG.vocab_size + num_more)

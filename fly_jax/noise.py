@@ -14,6 +14,7 @@ from jax.typing import ArrayLike
 
 _VERIFY_TAG = 0x464C5956
 _DRAFT_TAG = 0x464C5944
+_THREEFRY = "threefry2x32"
 
 
 @jax.tree_util.register_dataclass
@@ -89,15 +90,18 @@ def round_up(uniform: Array | np.ndarray) -> Array | np.ndarray:
 def request_keys(key: Array, num_requests: int) -> Array:
     """`[B]` typed keys: the given ones, or one key folded with the index of each request.
 
+    They are keys of JAX's default generator, threefry, made of the given ones where these are of another (`rbg`,
+    `unsafe_rbg`): those draw for a whole batch with its first key only, so that a request would depend on its
+    neighbours (https://docs.jax.dev/en/latest/jax.random.html).
+
     Args:
-      key: one key, or one a request; typed (`jax.random.key`) or raw (`jax.random.PRNGKey`, uint32).
+      key: one key, or one a request, of any generator; typed (`jax.random.key`) or raw (`jax.random.PRNGKey`, uint32).
       num_requests: B.
 
     Raises:
       ValueError: the shape is neither.
     """
-    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        key = jax.random.wrap_key_data(key)
+    key = _threefry(key)
     if key.ndim == 0:
         return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(num_requests, dtype=jnp.uint32))
     if key.shape != (num_requests,):
@@ -113,7 +117,7 @@ def draft_keys(keys: Array) -> Array:
     """
     if not jnp.issubdtype(keys.dtype, jax.dtypes.prng_key) or keys.ndim != 1:
         raise ValueError(f"keys must be [B] typed keys, as request_keys gives, got {keys.dtype}{list(keys.shape)}")
-    return _fold(keys, _DRAFT_TAG)
+    return _fold(_threefry(keys), _DRAFT_TAG)
 
 
 def verify_noise(keys: Array, num_positions: int) -> VerifyNoise:
@@ -129,11 +133,27 @@ def token_uniforms(keys: Array) -> Array:
 
 def _draw(keys: Array, num_positions: int) -> tuple[Array, Array]:
     streams = jnp.arange(num_positions + 1, dtype=jnp.uint32)
-    keys = jax.vmap(lambda key: jax.vmap(jax.random.fold_in, (None, 0))(key, streams))(_fold(keys, _VERIFY_TAG))
+    own = _fold(_threefry(keys), _VERIFY_TAG)
+    keys = jax.vmap(lambda key: jax.vmap(jax.random.fold_in, (None, 0))(key, streams))(own)
     # Multiples of 2**-23 on (0, 1]; jax.random.uniform is on [0, 1).
     uniform = 1.0 - jax.vmap(jax.vmap(lambda key: jax.random.uniform(key, (2,), jnp.float32)))(keys)
     # Stream 0 is for the token after the accepted prefix, so that a longer K leaves the others alone.
     return uniform[:, 1:, 0], uniform[:, 0]
+
+
+def _threefry(keys: Array) -> Array:
+    """A threefry key for each key, typed or raw: itself, or all of its words folded into one."""
+    if not jnp.issubdtype(keys.dtype, jax.dtypes.prng_key):
+        words = jnp.asarray(keys)
+    elif str(jax.random.key_impl(keys)) == _THREEFRY:
+        return keys
+    else:
+        words = jax.random.key_data(keys)
+    own = jax.random.wrap_key_data(words[..., :2], impl=_THREEFRY)
+    fold = jax.random.fold_in if own.ndim == 0 else jax.vmap(jax.random.fold_in)
+    for i in range(2, words.shape[-1]):
+        own = fold(own, words[..., i])
+    return own
 
 
 def _fold(keys: Array, tag: int) -> Array:

@@ -67,6 +67,28 @@ def test_drafting_and_verifying_draw_from_different_streams():
     assert not jnp.isin(draft.final_uniform, verify.final_uniform).any()
 
 
+@pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
+@pytest.mark.parametrize("raw", [False, True], ids=["typed", "raw"])
+def test_a_request_draws_with_its_own_key_whatever_the_generator(impl, raw):
+    """Under vmap these generators use the first key only."""
+    keys = jax.vmap(lambda seed: jax.random.key(seed, impl=impl))(jnp.arange(6, dtype=jnp.uint32))
+    given = jax.random.key_data(keys) if raw else keys
+    together = noise.verify_noise(noise.request_keys(given, 6), 3)
+    for b in range(6):
+        alone = noise.verify_noise(noise.request_keys(given[b : b + 1], 1), 3)
+        np.testing.assert_array_equal(alone.uniform[0], together.uniform[b])
+        np.testing.assert_array_equal(alone.final_uniform[0], together.final_uniform[b])
+    assert len(np.unique(together.uniform)) == together.uniform.size
+    one = noise.verify_noise(noise.request_keys(given[0], 6), 3)
+    assert len(np.unique(one.uniform)) == one.uniform.size
+    if not raw:
+        direct = noise.verify_noise(keys, 3), noise.verify_noise(noise.draft_keys(keys), 3)
+        np.testing.assert_array_equal(direct[0].uniform, together.uniform)
+        reversed_ = noise.verify_noise(noise.draft_keys(keys[::-1]), 3)
+        np.testing.assert_array_equal(reversed_.uniform[::-1], direct[1].uniform)
+        assert not jnp.isin(direct[1].uniform, direct[0].uniform).any()
+
+
 def test_draft_keys_are_of_requests():
     with pytest.raises(ValueError, match=r"keys must be \[B\] typed keys, as request_keys gives, got key<fry>\[\]"):
         noise.draft_keys(jax.random.key(0))

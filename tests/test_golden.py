@@ -8,7 +8,6 @@ import jax
 import numpy as np
 import pytest
 import reference
-from conftest import FULL_COMPILATION, QUICK_COMPILATION
 
 import fly_jax
 
@@ -31,7 +30,6 @@ BY_DEFAULT = {(200, False, window, k) for window, k in TARGET_ONLY} | {
 }
 # What the noise of v2 changes needs no other W or k.
 OF_V2_TOO = {(200, False, 0, 3), (200, False, 2, 3), (200, True, 1, 3), (200, True, 3, 5), (10000, True, 1, 10000)}
-QUICK, FULL = QUICK_COMPILATION, FULL_COMPILATION
 NAN = np.float32(np.nan)
 JUNK = 10**6  # fills the entries that must not be read
 
@@ -193,9 +191,9 @@ def given_as_array(case):
     return (case.window, case.entropy_top_k) not in TARGET_ONLY
 
 
-def replay(cases, as_array, report, count_traces, options):
+def replay(cases, as_array, report, count_traces):
     """Each case through `fly_verify_rows`, compiled once for each program; what `compare` returns."""
-    verify, traces = count_traces(fly_jax.fly_verify_rows, compiler_options=options)
+    verify, traces = count_traces(fly_jax.fly_verify_rows)
     programs = {program(case, as_array(case)) for case in cases}
 
     def tokens_of(case):
@@ -216,7 +214,7 @@ def test_fly_verify_rows_matches(version, report, count_traces):
     programs = BY_DEFAULT & OF_V2_TOO if version == "v2" else BY_DEFAULT
     cases = [case for case in golden.load(version) if program(case, given_as_array(case)) in programs]
     assert {program(case, given_as_array(case)) for case in cases} == programs
-    requests, listed = replay(cases, given_as_array, report, count_traces, QUICK)
+    requests, listed = replay(cases, given_as_array, report, count_traces)
     assert requests == {"v1": 511, "v2": 221}[version]
     assert listed.keys() == ELIGIBLE[version].keys()
 
@@ -225,9 +223,8 @@ def test_fly_verify_rows_matches(version, report, count_traces):
 @pytest.mark.parametrize("as_array", [True, False], ids=["one-hot arrays", "target-only"])
 @pytest.mark.parametrize("version", ["v1", "v2"])
 def test_every_recorded_request_matches(version, as_array, report, count_traces):
-    """As users compile it, but for the one-hot arrays, which are many more programs of the same kinds."""
-    how = (given_as_array, QUICK) if as_array else (lambda case: False, FULL)
-    assert replay(golden.load(version), how[0], report, count_traces, how[1]) == (1259, ELIGIBLE[version])
+    given = given_as_array if as_array else lambda case: False
+    assert replay(golden.load(version), given, report, count_traces) == (1259, ELIGIBLE[version])
 
 
 def check_recorded_details(case, result):

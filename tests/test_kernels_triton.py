@@ -15,6 +15,7 @@ import numpy as np
 import on_gpu
 import pytest
 import test_golden
+from conftest import QUICK_COMPILATION
 from jax.sharding import PartitionSpec as P
 from row_statistics_reference import check, row_statistics, special_operands, special_rows
 
@@ -35,7 +36,7 @@ def xla(values, operands, k, tile, splits):
 
 def interpreted(values, operands, k, tile, splits):
     function = functools.partial(triton.row_statistics, k=k, platform="cuda", interpret=True, tile=tile, splits=splits)
-    return jax.jit(function, compiler_options=test_golden.QUICK)(values, RowOperands(**operands))
+    return jax.jit(function, compiler_options=QUICK_COMPILATION)(values, RowOperands(**operands))
 
 
 def compiled(values, operands, k, tile, splits):
@@ -288,7 +289,7 @@ def test_recorded_requests_through_the_interpreted_kernel(version, monkeypatch):
     monkeypatch.setattr(api, "_statistics", statistics)
     monkeypatch.setattr(api, "_entropies", entropies)
     jax.clear_caches()
-    verify = jax.jit(fly_jax.fly_verify_rows, compiler_options=test_golden.QUICK)
+    verify = jax.jit(fly_jax.fly_verify_rows, compiler_options=QUICK_COMPILATION)
     compared = 0
     for case in golden.load(version)[::5]:
         if (

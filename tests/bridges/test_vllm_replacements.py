@@ -6,6 +6,7 @@ import golden
 import numpy as np
 import pytest
 import test_golden
+from conftest import QUICK_COMPILATION
 
 torch = pytest.importorskip("torch")
 
@@ -35,7 +36,7 @@ def columns(array, case, fill):
 def quick(monkeypatch):
     """Few shapes, quick to compile: there are 31 combinations of what else is static."""
     programs.forget()
-    monkeypatch.setattr("fly_jax.compat.compiler_options", lambda _: test_golden.QUICK)
+    monkeypatch.setattr("fly_jax.compat.compiler_options", lambda _: QUICK_COMPILATION)
     for module in (v1, v2):
         monkeypatch.setattr(module, "request_bucket", lambda _: 8)
         monkeypatch.setattr(module, "row_bucket", lambda *_: 64)
